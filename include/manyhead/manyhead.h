@@ -1,0 +1,378 @@
+/* manyhead: multi-head attention on CPUs. This header is the whole C interface.
+ *
+ *   out = softmax(mask(softcap(scale * q k^T) + alibi + bias)) v      for every batch entry and head
+ *
+ * How to use it: fill an mh_problem (what to compute), call mh_plan_create once, then mh_plan_run with the
+ * pointers as often as needed; or call mh_attention, which does both.
+ *
+ * Rules that hold everywhere
+ *  - Zero-initialise a struct, set struct_size = sizeof(it), then set fields. Zero is each field's default.
+ *    Fields are only ever appended, so a program built against an older header keeps working.
+ *  - Dimensions: batch, heads (of q), kv_heads (of k and v; query head h reads kv head h / (heads / kv_heads)), q_len,
+ *    kv_len, head_dim (of q and k), v_dim (of v and out). Any of them >= 1; batch, q_len and kv_len may be 0.
+ *  - Strides count elements and may be anything that stays in the caller's memory: 0 (broadcast) and negative too, the last
+ *    dimension included; only outputs must not overlap themselves or an input.
+ *  - "real" below means float, and double when mh_problem.dtype is MH_DTYPE_F64.
+ *  - Every function that returns mh_status validates first: on an error no output has been touched and
+ *    mh_last_error() says which argument was wrong, what it was and what was expected.
+ *  - Results have the same bits for any number of threads and whatever else is in the batch.
+ *  - A row that may attend no key gives out 0, weights 0, lse -inf (lse = sink where there is a sink), and success.
+ *    NaN or inf in a key or value that a row may not attend never reaches that row; in one that it attends it does.
+ *  - All functions may be called from several threads at once. Nothing prints, aborts, throws, or changes the
+ *    caller's floating-point state.
+ */
+#ifndef MANYHEAD_MANYHEAD_H
+#define MANYHEAD_MANYHEAD_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define MH_VERSION_MAJOR 0
+#define MH_VERSION_MINOR 1
+#define MH_VERSION_PATCH 0
+
+#if defined(_WIN32)
+#define MH_API __declspec(dllexport)
+#elif defined(__GNUC__)
+#define MH_API __attribute__((visibility("default")))
+#else
+#define MH_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- Status, version ------------------------------------------------------------------------------------------ */
+
+typedef enum mh_status {
+  MH_OK = 0,
+  MH_INVALID_ARGUMENT = 1, /* an argument is wrong; mh_last_error() names it */
+  MH_UNSUPPORTED = 2,      /* the request makes sense, this build or CPU cannot do it */
+  MH_OUT_OF_MEMORY = 3,
+  MH_INTERNAL_ERROR = 4 /* a defect of manyhead, or an exception thrown by the host's parallel_for */
+} mh_status;
+
+/* Name of a status ("MH_OK", ...); "unknown" for other numbers. Static storage. */
+MH_API const char* mh_status_name(int32_t status);
+
+/* What went wrong in the last call of this thread that returned something other than MH_OK; "" before the first one.
+ * Valid until the next failing call of this thread. */
+MH_API const char* mh_last_error(void);
+
+/* "0.1.0"; and major * 10000 + minor * 100 + patch. */
+MH_API const char* mh_version(void);
+MH_API int32_t mh_version_number(void);
+
+/* ---- Data types ----------------------------------------------------------------------------------------------- */
+
+typedef enum mh_dtype {
+  MH_DTYPE_F32 = 0,
+  MH_DTYPE_F64 = 1,
+  MH_DTYPE_BF16 = 2, /* 16-bit storage, arithmetic in f32 */
+  MH_DTYPE_F16 = 3   /* 16-bit storage, arithmetic in f32 */
+} mh_dtype;
+
+MH_API int32_t mh_dtype_count(void);
+MH_API const char* mh_dtype_name(int32_t dtype); /* "f32", ...; NULL when out of range */
+MH_API size_t mh_dtype_size(int32_t dtype);      /* bytes; 0 when out of range */
+
+/* ---- The machine ---------------------------------------------------------------------------------------------- */
+
+/* The instruction sets this build has kernels for, best first: "avx512", "avx2", "sse2", "neon". */
+MH_API int32_t mh_isa_count(void);
+MH_API const char* mh_isa_name(int32_t isa);       /* NULL when out of range */
+MH_API int32_t mh_isa_supported(int32_t isa);      /* 1 when this CPU and operating system can run it, else 0 */
+MH_API const char* mh_isa_current(void);           /* the one that new plans use; NULL where MH_ISA is wrong */
+/* Forces the instruction set of plans made from now on, in the whole process; NULL or "" goes back to the best one.
+ * The environment variable MH_ISA does the same at start-up. MH_INVALID_ARGUMENT: no such name in this build;
+ * MH_UNSUPPORTED: the CPU lacks it. A bad MH_ISA is reported by every mh_plan_create. */
+MH_API mh_status mh_set_isa(const char* name);
+
+/* Most threads a call uses: the process-wide cap (mh_set_threads or MH_THREADS), else all CPUs this process may
+ * run on. mh_set_threads(0) removes the cap; negative numbers are errors. */
+MH_API int32_t mh_threads(void);
+MH_API mh_status mh_set_threads(int32_t threads);
+
+/* Facts about the machine as JSON: isa, threads, cache sizes, CPU name. Works like snprintf: writes at most `size`
+ * bytes with the final 0 and sets *needed (may be NULL) to the size of the whole text with its final 0. */
+MH_API mh_status mh_machine_describe(char* buffer, size_t size, size_t* needed);
+
+/* ---- The problem ---------------------------------------------------------------------------------------------- */
+
+/* Where query row i stands among the keys: its position p is i + offset. Causal, windows and ALiBi use p. */
+typedef enum mh_align {
+  MH_ALIGN_UNSET = 0,        /* top left, allowed only where q_len == kv_len or no position is used */
+  MH_ALIGN_TOP_LEFT = 1,     /* offset 0: torch's is_causal */
+  MH_ALIGN_BOTTOM_RIGHT = 2, /* offset kv_len - q_len, with a batch entry's own kv_len: FlashAttention */
+  MH_ALIGN_OFFSET = 3        /* offset q_offset, for chunked prefill; may be negative */
+} mh_align;
+
+typedef enum mh_alibi_mode {
+  MH_ALIBI_ABS = 0,   /* adds -slope * |p - j| */
+  MH_ALIBI_SIGNED = 1 /* adds  slope * (j - p) */
+} mh_alibi_mode;
+
+typedef enum mh_lse_base { MH_LSE_NATURAL = 0, MH_LSE_BASE2 = 1 } mh_lse_base;
+
+/* Which scores MH_OUTPUT_SCORES writes. */
+typedef enum mh_score_stage {
+  MH_SCORES_RAW = 0,    /* scale * q k^T */
+  MH_SCORES_CAPPED = 1, /* after the softcap */
+  MH_SCORES_BIASED = 2  /* after softcap, ALiBi, bias and masks; masked slots are -inf */
+} mh_score_stage;
+
+typedef enum mh_index_type { MH_INDEX_I32 = 0, MH_INDEX_I64 = 1 } mh_index_type;
+
+/* Bits of mh_problem.flags. */
+#define MH_FLAG_SCALE 1u   /* take `scale` as it is, even 0; without it 0 means 1 / sqrt(head_dim) */
+#define MH_FLAG_STRIDES 2u /* take all strides as they are; without it four zeros mean a contiguous array */
+#define MH_FLAG_WINDOW 4u  /* window_left and window_right are used */
+
+/* Bits of mh_problem.inputs: which optional inputs mh_tensors carries. */
+#define MH_INPUT_MASK 1u        /* boolean, true (any non-zero byte) = may attend */
+#define MH_INPUT_BIAS 2u        /* added to the scores; -inf = may not attend */
+#define MH_INPUT_KEY_MASK 4u    /* boolean per batch entry and key, true = a real key */
+#define MH_INPUT_SEQUSED_K 8u   /* keys in use per batch entry; later ones are not looked at */
+#define MH_INPUT_Q_OFFSET 16u   /* an offset per batch entry (align is MH_ALIGN_OFFSET) */
+#define MH_INPUT_ALIBI 32u      /* slopes */
+#define MH_INPUT_SINKS 64u      /* one more logit per query head, in the softmax denominator only */
+
+/* Bits of mh_problem.outputs: which optional outputs mh_tensors carries. */
+#define MH_OUTPUT_LSE 1u          /* log of the softmax denominator, sink included */
+#define MH_OUTPUT_WEIGHTS 2u      /* probabilities */
+#define MH_OUTPUT_MEAN_WEIGHTS 4u /* probabilities averaged over the heads */
+#define MH_OUTPUT_COLUMN_SUMS 8u  /* probabilities summed over the queries: what each key received */
+#define MH_OUTPUT_SCORES 16u      /* see scores_stage */
+
+typedef struct mh_problem {
+  size_t struct_size;
+  int64_t batch;
+  int64_t heads;
+  int64_t kv_heads; /* 0 = heads; must divide heads */
+  int64_t q_len;
+  int64_t kv_len;
+  int64_t head_dim;
+  int64_t v_dim;  /* 0 = head_dim */
+  int32_t dtype;  /* mh_dtype of q, k, v and out */
+  uint32_t flags; /* MH_FLAG_* */
+  uint32_t inputs;  /* MH_INPUT_* */
+  uint32_t outputs; /* MH_OUTPUT_* */
+  int64_t q_strides[4];   /* [batch, heads, q_len, head_dim] */
+  int64_t k_strides[4];   /* [batch, kv_heads, kv_len, head_dim] */
+  int64_t v_strides[4];   /* [batch, kv_heads, kv_len, v_dim] */
+  int64_t out_strides[4]; /* [batch, heads, q_len, v_dim] */
+  double scale;
+  double softcap; /* cap * tanh(score / cap), before every mask and bias; 0 = off, else > 0 */
+  int32_t causal; /* 1: a row attends keys j <= p only */
+  int32_t align;  /* mh_align */
+  int64_t q_offset;     /* with MH_ALIGN_OFFSET and without MH_INPUT_Q_OFFSET */
+  int64_t window_left;  /* keys j >= p - window_left; -1 = no bound. Needs MH_FLAG_WINDOW */
+  int64_t window_right; /* keys j <= p + window_right; -1 = no bound */
+  int32_t alibi_mode;   /* mh_alibi_mode */
+  int32_t lse_base;     /* mh_lse_base of the lse output */
+  int32_t scores_stage; /* mh_score_stage */
+  int32_t bias_dtype;   /* mh_dtype of bias */
+  int32_t index_type;   /* mh_index_type of seqused_k and q_offset */
+  int32_t reserved0;    /* 0 */
+  int64_t mask_strides[4];     /* [batch, heads, q_len, kv_len] in bytes = elements; 0 broadcasts. Four zeros: contiguous */
+  int64_t bias_strides[4];     /* [batch, heads, q_len, kv_len] */
+  int64_t key_mask_strides[2]; /* [batch, kv_len] */
+  int64_t alibi_batch_stride;  /* slopes are [heads]: 0, or [batch, heads]: heads */
+  int64_t lse_strides[3];          /* [batch, heads, q_len] */
+  int64_t weights_strides[4];      /* [batch, heads, q_len, kv_len] */
+  int64_t mean_weights_strides[3]; /* [batch, q_len, kv_len] */
+  int64_t column_sums_strides[3];  /* [batch, heads, kv_len] */
+  int64_t scores_strides[4];       /* [batch, heads, q_len, kv_len] */
+} mh_problem;
+
+/* The pointers of one run. Those of inputs and outputs that the problem does not name must be NULL. All memory stays
+ * the caller's. Pointers are aligned as their element type asks. */
+typedef struct mh_tensors {
+  size_t struct_size;
+  const void* q;
+  const void* k;
+  const void* v;
+  void* out;
+  const uint8_t* mask;
+  const void* bias;
+  const uint8_t* key_mask;
+  const void* seqused_k;    /* int32 or int64 [batch], each 0..kv_len */
+  const void* q_offset;     /* int32 or int64 [batch] */
+  const void* alibi_slopes; /* real [heads] or [batch, heads] */
+  const void* sinks;        /* real [heads], natural units, not scaled, not capped */
+  void* lse;                /* real */
+  void* weights;            /* real */
+  void* mean_weights;       /* real */
+  void* column_sums;        /* real */
+  void* scores;             /* real */
+} mh_tensors;
+
+/* ---- How it is run -------------------------------------------------------------------------------------------- */
+
+/* A host's own thread pool: calls fn(arg, i) once for each i in 0..n-1, in any order, on any threads, and returns when
+ * all are done. n is at most mh_exec.threads. */
+typedef void (*mh_task_fn)(void* arg, int64_t index);
+typedef void (*mh_parallel_for_fn)(void* ctx, int64_t n, mh_task_fn fn, void* arg);
+
+typedef struct mh_exec {
+  size_t struct_size;
+  int32_t threads;    /* most threads for this call; 0 = mh_threads(), 1 = serial, on the calling thread alone */
+  int32_t reserved0;  /* 0 */
+  mh_parallel_for_fn parallel_for; /* NULL = manyhead's own threads (oneTBB, in the caller's arena where there is one) */
+  void* parallel_ctx;
+  void* workspace;       /* NULL = manyhead's own memory; else 64-byte aligned, for one call at a time */
+  size_t workspace_size; /* bytes, at least mh_plan_workspace_size(plan, threads) */
+} mh_exec;
+
+/* ---- Plan and run --------------------------------------------------------------------------------------------- */
+
+typedef struct mh_plan mh_plan;
+
+/* Checks the problem and decides how to compute it. The plan is immutable: any number of threads may run it at once.
+ * Returns MH_INVALID_ARGUMENT, MH_UNSUPPORTED, MH_OUT_OF_MEMORY. *plan is set to NULL on errors. */
+MH_API mh_status mh_plan_create(const mh_problem* problem, mh_plan** plan);
+MH_API void mh_plan_destroy(mh_plan* plan); /* NULL is fine */
+
+/* Bytes of workspace with which a run on at most `threads` threads (0 = mh_threads()) allocates nothing. 0 if plan is NULL. */
+MH_API size_t mh_plan_workspace_size(const mh_plan* plan, int32_t threads);
+
+/* exec may be NULL. Besides wrong pointers, reports lengths and offsets outside their ranges, misaligned pointers, outputs
+ * that overlap inputs, and a workspace that is too small. */
+MH_API mh_status mh_plan_run(const mh_plan* plan, const mh_tensors* tensors, const mh_exec* exec);
+
+/* mh_plan_create, mh_plan_run, mh_plan_destroy in one. */
+MH_API mh_status mh_attention(const mh_problem* problem, const mh_tensors* tensors, const mh_exec* exec);
+
+typedef enum mh_format { MH_FORMAT_LINE = 0, MH_FORMAT_JSON = 1 } mh_format;
+
+/* The plan's decisions as text: the problem, kernel, isa, tile sizes, splits, tasks, workspace, FLOPs, bytes, share of
+ * tiles skipped. Buffer as in mh_machine_describe. */
+MH_API mh_status mh_plan_describe(const mh_plan* plan, int32_t format, char* buffer, size_t size, size_t* needed);
+
+/* ---- Merging partial results ---------------------------------------------------------------------------------- */
+
+/* Combines attention over disjoint sets of keys: lse = log(sum exp(lse_s)), out = sum out_s exp(lse_s - lse). A state with
+ * lse -inf counts nothing, whatever its out holds. States are added in the order of their index. */
+typedef struct mh_merge {
+  size_t struct_size;
+  int64_t states; /* >= 0; with none the result is out 0, lse -inf */
+  int64_t batch;
+  int64_t heads;
+  int64_t q_len;
+  int64_t v_dim;
+  int32_t dtype;    /* mh_dtype of outs and out */
+  uint32_t flags;   /* MH_FLAG_STRIDES */
+  int32_t lse_base; /* mh_lse_base of lses and lse */
+  int32_t reserved0;
+  int64_t outs_strides[5]; /* [states, batch, heads, q_len, v_dim] */
+  int64_t lses_strides[4]; /* [states, batch, heads, q_len] */
+  int64_t out_strides[4];  /* [batch, heads, q_len, v_dim] */
+  int64_t lse_strides[3];  /* [batch, heads, q_len] */
+} mh_merge;
+
+/* outs has dtype, lses and lse are real; lse may be NULL. Outputs may not overlap inputs. */
+MH_API mh_status mh_merge_states(const mh_merge* merge, const void* outs, const void* lses, void* out, void* lse);
+
+/* The same for two states a and b given apart; merge->states is 0 or 2, outs_strides[0] and lses_strides[0] are not used.
+ * Here out and lse may be exactly out_a and lse_a with the same strides: state a is then updated in place. */
+MH_API mh_status mh_merge_state(const mh_merge* merge, const void* out_a, const void* lse_a, const void* out_b,
+                                const void* lse_b, void* out, void* lse);
+
+/* ---- The multi-head layer ------------------------------------------------------------------------------------- */
+
+/* How the weight matrices lie in memory where their strides are all zero. */
+typedef enum mh_weight_layout {
+  MH_WEIGHTS_OUT_IN = 0,  /* [heads * head_dim, in], y = x W^T + b: torch.nn.Linear */
+  MH_WEIGHTS_IN_OUT = 1,  /* [in, heads * head_dim], y = x W + b */
+  MH_WEIGHTS_PER_HEAD = 2 /* [heads][in, head_dim]: the textbook's W_q^h; w_o is [heads * v_dim, out] */
+} mh_weight_layout;
+
+/* The layer's sizes and weights, read once by mh_mha_create. Projections: q from x_q [.., embed_dim], k from x_k
+ * [.., k_embed_dim], v from x_v [.., v_embed_dim]; the heads' results, concatenated, go through w_o to out_dim. */
+typedef struct mh_mha_weights {
+  size_t struct_size;
+  int32_t dtype;  /* MH_DTYPE_F32 or MH_DTYPE_F64, of everything */
+  int32_t layout; /* mh_weight_layout */
+  int64_t embed_dim;
+  int64_t k_embed_dim; /* 0 = embed_dim */
+  int64_t v_embed_dim; /* 0 = k_embed_dim */
+  int64_t out_dim;     /* 0 = embed_dim */
+  int64_t heads;
+  int64_t kv_heads; /* 0 = heads */
+  int64_t head_dim; /* 0 = embed_dim / heads, which must divide */
+  int64_t v_dim;    /* 0 = head_dim */
+  const void* w_q;
+  const void* w_k;
+  const void* w_v;
+  const void* w_o; /* NULL = no output projection: out is the concatenation, out_dim must be 0 or heads * v_dim */
+  const void* in_proj; /* instead of w_q, w_k, w_v: the three [out, in] matrices one after another, MH_WEIGHTS_OUT_IN */
+  const void* b_q;     /* each bias may be NULL: none. Contiguous */
+  const void* b_k;
+  const void* b_v;
+  const void* b_o;
+  const void* in_proj_bias; /* instead of b_q, b_k, b_v */
+  const void* bias_k; /* [kv_heads * head_dim]: one more, learned, key, attended by every row; NULL = none */
+  const void* bias_v; /* [kv_heads * v_dim], with bias_k */
+  int32_t add_zero_attn; /* 1: one more key and value of zeros, attended by every row */
+  uint32_t flags;        /* MH_FLAG_SCALE, MH_FLAG_STRIDES */
+  double scale;          /* as in mh_problem */
+  int64_t w_q_strides[3]; /* [heads, head_dim, in]; so any layout can be given */
+  int64_t w_k_strides[3];
+  int64_t w_v_strides[3];
+  int64_t w_o_strides[2]; /* [out, in] */
+} mh_mha_weights;
+
+typedef struct mh_mha mh_mha;
+
+/* Packs a copy of the weights; the caller's arrays are not needed afterwards. Immutable and thread-safe like a plan. */
+MH_API mh_status mh_mha_create(const mh_mha_weights* weights, mh_mha** mha);
+MH_API void mh_mha_destroy(mh_mha* mha);
+
+/* One call of the layer. Masks and options mean what they mean in mh_problem; where there are bias_k, bias_v or zero
+ * attention, they do not restrict the extra keys, and weights have those as their last columns. */
+typedef struct mh_mha_call {
+  size_t struct_size;
+  int64_t batch;
+  int64_t q_len;
+  int64_t kv_len;
+  int32_t causal;
+  int32_t align;
+  int64_t q_offset;
+  uint32_t flags;      /* MH_FLAG_STRIDES, MH_FLAG_WINDOW */
+  int32_t bias_dtype;
+  int32_t index_type;
+  int32_t reserved0;
+  int64_t window_left;
+  int64_t window_right;
+  double softcap;
+  const void* x_q; /* [batch, q_len, embed_dim] */
+  const void* x_k; /* [batch, kv_len, k_embed_dim]; NULL = x_q (self-attention) */
+  const void* x_v; /* [batch, kv_len, v_embed_dim]; NULL = x_k */
+  void* out;       /* [batch, q_len, out_dim] */
+  const uint8_t* mask;     /* [batch, heads, q_len, kv_len], true = may attend; NULL = none */
+  const void* bias;        /* [batch, heads, q_len, kv_len] */
+  const uint8_t* key_mask; /* [batch, kv_len] */
+  const void* seqused_k;   /* [batch] */
+  const void* q_offsets;   /* [batch], with MH_ALIGN_OFFSET */
+  void* weights;           /* real [batch, heads, q_len, kv_len + extra keys]; NULL = not wanted */
+  void* mean_weights;      /* real [batch, q_len, kv_len + extra keys]; NULL = not wanted */
+  int64_t x_q_strides[3];
+  int64_t x_k_strides[3];
+  int64_t x_v_strides[3];
+  int64_t out_strides[3];
+  int64_t mask_strides[4];
+  int64_t bias_strides[4];
+  int64_t key_mask_strides[2];
+  int64_t weights_strides[4];
+  int64_t mean_weights_strides[3];
+} mh_mha_call;
+
+/* exec->workspace is not used here: the layer keeps its projections in memory of its own. */
+MH_API mh_status mh_mha_run(const mh_mha* mha, const mh_mha_call* call, const mh_exec* exec);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* MANYHEAD_MANYHEAD_H */

@@ -1,0 +1,140 @@
+// One trait per storage type: how it lies in memory and how it becomes the arithmetic type `real` and back. Kernels compute in
+// `real` and never name a storage type; widening is exact, narrowing rounds to nearest even.
+#pragma once
+
+#include "kernel_api.hpp"
+#include "simd.hpp"
+
+namespace manyhead::MH_ISA {
+namespace {
+
+struct f32 {
+  using storage = float;
+  using real = float;
+  static MH_INLINE float widen(float x) { return x; }
+  static MH_INLINE float narrow(float x) { return x; }
+};
+
+struct f64 {
+  using storage = double;
+  using real = double;
+  static MH_INLINE double widen(double x) { return x; }
+  static MH_INLINE double narrow(double x) { return x; }
+};
+
+struct bf16 {
+  using storage = uint16_t;
+  using real = float;
+  static MH_INLINE float widen(uint16_t x) {
+    const uint32_t u = static_cast<uint32_t>(x) << 16;
+    float f;
+    memcpy(&f, &u, 4);
+    return f;
+  }
+  static MH_INLINE uint16_t narrow(float f) {
+    uint32_t u;
+    memcpy(&u, &f, 4);
+    if ((u & 0x7fffffffU) > 0x7f800000U) return static_cast<uint16_t>((u >> 16) | 0x40U);  // NaN stays NaN
+    return static_cast<uint16_t>((u + 0x7fffU + ((u >> 16) & 1U)) >> 16);
+  }
+};
+
+struct f16 {
+  using storage = uint16_t;
+  using real = float;
+  // Shifting the half's bits left by 13 puts exponent and mantissa in place with a bias that is 112 too low; multiplying by
+  // 2^112 mends it, denormals included.
+  static MH_INLINE float widen(uint16_t x) {
+    const uint32_t magnitude = static_cast<uint32_t>(x & 0x7fffU) << 13;
+    float f;
+    memcpy(&f, &magnitude, 4);
+    f *= 0x1p112F;
+    uint32_t u;
+    memcpy(&u, &f, 4);
+    if ((x & 0x7c00U) == 0x7c00U) u = magnitude | 0x7f800000U;  // inf, NaN
+    u |= static_cast<uint32_t>(x & 0x8000U) << 16;
+    memcpy(&f, &u, 4);
+    return f;
+  }
+  static MH_INLINE uint16_t narrow(float f) {
+    uint32_t u;
+    memcpy(&u, &f, 4);
+    const uint32_t sign = (u >> 16) & 0x8000U;
+    u &= 0x7fffffffU;
+    if (u > 0x7f800000U) return static_cast<uint16_t>(sign | 0x7e00U);
+    if (u >= 0x477ff000U) return static_cast<uint16_t>(sign | 0x7c00U);  // 65520 and up round to inf
+    if (u < 0x38800000U) {  // below 2^-14: adding 0.5 leaves the denormal's mantissa, rounded, in the low bits
+      float g;
+      memcpy(&g, &u, 4);
+      g += 0.5F;
+      memcpy(&u, &g, 4);
+      return static_cast<uint16_t>(sign | (u - 0x3f000000U));
+    }
+    return static_cast<uint16_t>(sign | ((u - 0x38000000U + 0xfffU + ((u >> 13) & 1U)) >> 13));
+  }
+};
+
+// n elements, `stride` apart, widened into contiguous memory.
+template <class D>
+MH_INLINE void widen_row(const typename D::storage* p, int64_t stride, int64_t n, typename D::real* to) {
+  int64_t i = 0;
+  if (stride == 1) {
+    if constexpr (sizeof(typename D::storage) == sizeof(typename D::real)) {
+      memcpy(to, p, static_cast<size_t>(n) * sizeof(*to));
+      return;
+    }
+#if defined(__AVX512BW__)
+    if constexpr (sizeof(typename D::storage) == 2) {
+      for (; i + 16 <= n; i += 16) {
+        const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + i));
+        if constexpr (__is_same(D, f16)) {
+          _mm512_storeu_ps(to + i, _mm512_cvtph_ps(half));
+        } else {
+          _mm512_storeu_si512(to + i, _mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+        }
+      }
+    }
+#elif defined(__AVX2__)
+    if constexpr (sizeof(typename D::storage) == 2) {
+      for (; i + 8 <= n; i += 8) {
+        const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + i));
+        if constexpr (__is_same(D, f16)) {
+          _mm256_storeu_ps(to + i, _mm256_cvtph_ps(half));
+        } else {
+          _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), _mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+        }
+      }
+    }
+#endif
+  }
+  for (; i < n; ++i) to[i] = D::widen(p[i * stride]);
+}
+
+// The reverse.
+template <class D>
+MH_INLINE void narrow_row(const typename D::real* from, int64_t n, typename D::storage* p, int64_t stride) {
+  if constexpr (sizeof(typename D::storage) == sizeof(typename D::real)) {
+    if (stride == 1) {
+      memcpy(p, from, static_cast<size_t>(n) * sizeof(*p));
+      return;
+    }
+  }
+  for (int64_t i = 0; i < n; ++i) p[i * stride] = D::narrow(from[i]);
+}
+
+// A row of any dtype, known at run time only (biases, which may have another dtype than q, k and v).
+template <class T>
+MH_INLINE void widen_any(int32_t dtype, const void* base, int64_t offset, int64_t stride, int64_t n, T* to) {
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t at = offset + i * stride;
+    switch (dtype) {
+      case MH_DTYPE_F32: to[i] = static_cast<T>(static_cast<const float*>(base)[at]); break;
+      case MH_DTYPE_F64: to[i] = static_cast<T>(static_cast<const double*>(base)[at]); break;
+      case MH_DTYPE_BF16: to[i] = static_cast<T>(bf16::widen(static_cast<const uint16_t*>(base)[at])); break;
+      default: to[i] = static_cast<T>(f16::widen(static_cast<const uint16_t*>(base)[at])); break;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace manyhead::MH_ISA

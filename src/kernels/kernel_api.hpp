@@ -1,0 +1,119 @@
+// The seam between the portable core and the ISA code: plain data and function pointers, nothing else. It is compiled into
+// objects with different instruction sets, so it must hold no functions, no std types, no inline code.
+#pragma once
+
+#include "manyhead/manyhead.h"
+
+namespace manyhead {
+
+// Rows: the `group` query heads that share a kv head, times q_len, are one list of rows: row r is query i = r / group of head
+// kv_head * group + r % group. So a panel of neighbouring rows has neighbouring positions, and reads K and V once for the whole group.
+
+// What all tasks of one call share. Strides in elements; dimension order as in manyhead.h.
+struct kernel_call {
+  int64_t heads, kv_heads, group, q_len, kv_len, head_dim, v_dim;
+  int64_t rows;        // group * q_len
+  int64_t extra_keys;  // the last keys, attended whatever the masks say
+
+  const void* q;
+  const void* k;
+  const void* v;
+  void* out;
+  int64_t q_strides[4], k_strides[4], v_strides[4], out_strides[4];
+
+  // Scores are computed in units in which the softmax is exp2((s - max) * exp_scale): either q_scale = scale * log2(e) and
+  // exp_scale = 1, or, where something is added to or done with the natural scores, q_scale = scale and exp_scale = log2(e).
+  double q_scale;
+  double exp_scale;
+
+  double softcap;  // 0 = off
+  int32_t causal;
+  int32_t align;  // mh_align, never unset
+  int64_t q_offset;
+  int64_t window_left, window_right;  // -1 = none
+  int32_t index_type;
+  int32_t bias_dtype;
+  int32_t alibi_mode;
+  int32_t lse_base;
+
+  const uint8_t* mask;
+  const void* bias;
+  const uint8_t* key_mask;
+  const void* seqused_k;
+  const void* q_offsets;
+  const void* alibi_slopes;  // real
+  const void* sinks;         // real
+  int64_t mask_strides[4], bias_strides[4], key_mask_strides[2], alibi_batch_stride;
+
+  void* lse;  // real or NULL, in lse_base
+  int64_t lse_strides[3];
+  void* row_lse;  // real [batch][heads][q_len] or NULL, base 2: written by the first pass, read by the second
+
+  // Partial results of split-KV, real: partial_out [chunks][batch][heads][q_len][v_dim],
+  // partial_lse [chunks][batch][heads][q_len], base 2.
+  void* partial_out;
+  void* partial_lse;
+  int64_t batch;
+  int64_t chunks;      // 1 = not split: tasks write out and lse themselves
+  int64_t chunk_keys;  // keys of a chunk, a multiple of block_kv
+
+  int64_t block_kv;  // keys of a tile; borders lie at its multiples
+  int32_t copy_kv;   // 1: copy each K and V tile to scratch first (narrow dtypes, strided or badly aligned rows)
+
+  // Outputs of the second pass (weights_task).
+  void* weights;       // real or NULL
+  void* mean_weights;  // real or NULL
+  void* scores;        // real or NULL
+  int32_t scores_stage;
+  int64_t weights_strides[4], mean_weights_strides[3], scores_strides[4];
+  void* column_partials;  // real [batch][heads][row_blocks][kv_len] or NULL
+  int64_t row_blocks;
+};
+
+// One unit of work; tasks of one call write disjoint memory.
+struct kernel_task {
+  int64_t batch;
+  int64_t kv_head_begin, kv_head_end;  // one kv head; all of them where the second pass averages over heads
+  int64_t row_begin, row_end;
+  int64_t chunk;      // index of the KV chunk
+  int64_t row_block;  // index of [row_begin, row_end) among the blocks
+  void* scratch;      // scratch_bytes(call), 64-byte aligned
+};
+
+using task_fn = void (*)(const kernel_call*, const kernel_task*);
+
+// Merging `states` partial results, one row after another (split-KV, mh_merge_states).
+struct merge_args {
+  int64_t states, heads, q_len, v_dim;
+  const void* outs;
+  const void* lses;
+  void* out;
+  void* lse;      // may be NULL
+  void* row_lse;  // may be NULL; contiguous [rows], base 2
+  int64_t outs_strides[5], lses_strides[4], out_strides[4], lse_strides[3];
+  int32_t lses_base;  // mh_lse_base
+  int32_t lse_base;
+};
+// Rows [begin, end) of the flattened [batch, heads, q_len].
+using merge_fn = void (*)(const merge_args*, int64_t begin, int64_t end);
+
+enum route : int32_t { route_tile, route_decode, route_count };
+
+struct dtype_kernels {
+  task_fn attention[route_count];
+  task_fn weights;      // second pass: weights, scores, column sums from row_lse
+  merge_fn merge;       // states and result of this dtype
+  merge_fn merge_real;  // states in real, result of this dtype: joins split-KV partials
+  int64_t (*scratch_bytes)(const kernel_call*, int64_t block_q);
+};
+
+struct kernel_table {
+  const char* isa;
+  int32_t lanes;           // floats in a vector
+  int32_t panel_rows[2];   // rows of the widest panel: [0] for float arithmetic, [1] for double
+  int32_t decode_rows[2];  // up to this many rows (group * q_len) the decode route is the faster one
+  int32_t dtypes;
+  dtype_kernels dtype[4];  // by mh_dtype
+};
+
+}  // namespace manyhead

@@ -1,0 +1,54 @@
+// The one source of all kernels, compiled once per ISA with that ISA's flags (src/kernels/meson.build):
+//   MH_ISA  the ISA's name, a namespace       MH_ARCH  its xsimd architecture
+// Exports one symbol, manyhead::MH_ISA::kernels().
+#include "attention_tile.hpp"
+#include "decode.hpp"
+#include "kernel_api.hpp"
+#include "merge.hpp"
+#include "weights.hpp"
+
+namespace manyhead::MH_ISA {
+namespace {
+
+template <class D>
+int64_t scratch_bytes(const kernel_call* c, int64_t block_q) {
+  int64_t bytes = weights_task<D>::scratch_bytes(*c);
+  bytes = max_of(bytes, tile_task<D>::scratch_bytes(*c, block_q));
+  if (block_q <= most_decode_rows) bytes = max_of(bytes, decode_task<D>::scratch_bytes(*c, block_q));
+  return bytes;
+}
+
+template <class D, class Real>
+constexpr dtype_kernels kernels_of() {
+  return {{attention_tile<D>, attention_decode<D>}, attention_weights<D>, merge_rows<D, D>, merge_rows<Real, D>, scratch_bytes<D>};
+}
+
+#define MH_TEXT_(x) #x
+#define MH_TEXT(x) MH_TEXT_(x)
+
+// Up to half a vector of rows the decode route wins: it reads K with whole vectors where a panel would use row / lanes of each.
+constexpr kernel_table table = {
+    MH_TEXT(MH_ISA),
+    static_cast<int32_t>(lanes<float>),
+    {static_cast<int32_t>(panel_width<float>), static_cast<int32_t>(panel_width<double>)},
+    {static_cast<int32_t>(lanes<float> / 2), static_cast<int32_t>(lanes<double> / 2)},
+    4,
+    {
+#define MH_DTYPE_ROW(enumerator, trait, real) kernels_of<trait, real>(),
+#include "instances.inc"
+#undef MH_DTYPE_ROW
+    }};
+
+#define MH_DTYPE_ROW(enumerator, trait, real) +1
+static_assert(0
+#include "instances.inc"
+                  == MH_DTYPE_F16 + 1,
+              "a dtype of manyhead.h has no row in instances.inc");
+#undef MH_DTYPE_ROW
+
+}  // namespace
+
+const kernel_table* kernels() noexcept;
+const kernel_table* kernels() noexcept { return &table; }
+
+}  // namespace manyhead::MH_ISA

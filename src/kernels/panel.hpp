@@ -1,0 +1,226 @@
+// A panel: up to three vectors of neighbouring rows, Q^T packed and scaled, their state, and the ways in and out of it. Shared by the
+// first pass (attention_tile.hpp) and the second (weights.hpp).
+#pragma once
+
+#include "product.hpp"
+#include "score.hpp"
+#include "softmax.hpp"
+
+namespace manyhead::MH_ISA {
+namespace {
+
+template <class T>
+inline constexpr int64_t panel_width = max_panel_vectors* lanes<T>;
+
+// How many vectors wide the next panel is when `rows` are left: the widest, but four vectors are halved (2 + 2 runs faster than 3 + 1).
+template <class T>
+MH_INLINE int panel_vectors(int64_t rows) {
+  const int64_t vectors = (rows + lanes<T> - 1) / lanes<T>;
+  if (vectors >= max_panel_vectors) return vectors == 4 && max_panel_vectors == 3 ? 2 : max_panel_vectors;
+  return static_cast<int>(vectors);
+}
+
+template <class T>
+struct panel {
+  int64_t row, count;  // rows [row, row + count)
+  int vectors;
+  bool started;     // out holds something
+  key_range clip;   // keys that any row may attend
+  key_range whole;  // keys that every row may attend, as far as positions go
+  T* q;             // [head_dim][width]
+  T* out;           // [v_dim][width]
+  T* row_max;       // [width]
+  T* row_sum;       // [width]
+  MH_INLINE int64_t width() const { return vectors * lanes<T>; }
+};
+
+// What panels share while a tile is worked on.
+template <class T>
+struct tile_scratch {
+  T* scores;      // [block_kv][panel_width]
+  T* tile_max;    // [panel_width]
+  bits<T>* words;  // [block_kv / word_keys + 1][panel_width]
+  T* k_copy;      // [block_kv][head_dim], with copy_kv
+  T* v_copy;      // [block_kv][v_dim]
+};
+
+// Hands out 64-byte aligned pieces of a task's scratch; with base = nullptr it only adds up.
+struct carver {
+  char* base;
+  int64_t used = 0;
+  template <class X>
+  MH_INLINE X* take(int64_t n) {
+    char* at = base == nullptr ? nullptr : base + used;
+    used += round_up(n * static_cast<int64_t>(sizeof(X)), 64);
+    return reinterpret_cast<X*>(at);
+  }
+};
+
+template <class T>
+MH_INLINE tile_scratch<T> carve_tile(carver& from, const kernel_call& c) {
+  tile_scratch<T> s;
+  s.scores = from.take<T>(c.block_kv * panel_width<T>);
+  s.tile_max = from.take<T>(panel_width<T>);
+  s.words = from.take<bits<T>>((c.block_kv / word_keys + 1) * panel_width<T>);
+  s.k_copy = from.take<T>(c.copy_kv ? c.block_kv * c.head_dim : 0);
+  s.v_copy = from.take<T>(c.copy_kv ? c.block_kv * c.v_dim : 0);
+  return s;
+}
+
+template <class T>
+MH_INLINE panel<T> carve_panel(carver& from, const kernel_call& c, bool with_out) {
+  panel<T> p{};
+  p.q = from.take<T>(round_up(c.head_dim, lanes<T>) * panel_width<T>);
+  p.out = from.take<T>(with_out ? round_up(c.v_dim, lanes<T>) * panel_width<T> : 0);
+  p.row_max = from.take<T>(panel_width<T>);
+  p.row_sum = from.take<T>(panel_width<T>);
+  return p;
+}
+
+// Q^T, times q_scale; lanes behind the last row are 0.
+template <class D>
+__attribute__((noinline)) void pack_q(const kernel_call& c, int64_t batch, int64_t kv_head, const panel<typename D::real>& p) {
+  using T = typename D::real;
+  constexpr int64_t w = lanes<T>;
+  const vec<T> scale(static_cast<T>(c.q_scale));
+  const auto* q = static_cast<const typename D::storage*>(c.q);
+  alignas(64) T buffer[w];
+  for (int64_t l0 = 0; l0 < p.width(); l0 += w) {
+    for (int64_t d0 = 0; d0 < c.head_dim; d0 += w) {
+      const int64_t n = min_of(w, c.head_dim - d0);
+      vec<T> rows[w];
+      for (int64_t l = 0; l < w; ++l) {
+        const int64_t r = p.row + l0 + l;
+        rows[l] = vec<T>(T(0));
+        if (l0 + l >= p.count) continue;
+        const auto* from = q + batch * c.q_strides[0] + (kv_head * c.group + r % c.group) * c.q_strides[1] + r / c.group * c.q_strides[2] + d0 * c.q_strides[3];
+        if constexpr (sizeof(typename D::storage) == sizeof(T)) {
+          if (n == w && c.q_strides[3] == 1) {
+            rows[l] = load(reinterpret_cast<const T*>(from)) * scale;
+            continue;
+          }
+        }
+        for (int64_t i = n; i < w; ++i) buffer[i] = T(0);
+        widen_row<D>(from, c.q_strides[3], n, buffer);
+        rows[l] = load(buffer) * scale;
+      }
+      transpose<T>(rows);
+      for (int64_t i = 0; i < w; ++i) rows[i].store_aligned(p.q + (d0 + i) * p.width() + l0);
+    }
+  }
+}
+
+// Sets what the panel at `row` covers.
+template <class T>
+MH_INLINE void place_panel(const kernel_call& c, const positions& at, int64_t row, int64_t end, panel<T>& p) {
+  p.row = row;
+  p.vectors = panel_vectors<T>(end - row);
+  p.count = min_of(p.width(), end - row);
+  p.started = false;
+  const key_range first = range_of(c, at, row / c.group);
+  const key_range last = range_of(c, at, (row + p.count - 1) / c.group);
+  p.clip = {first.begin, c.extra_keys > 0 ? c.kv_len : last.end};
+  p.whole = {last.begin, first.end};
+}
+
+// Rows of K or V for a tile: in place, or copied to `copy` as contiguous T.
+template <class D>
+MH_INLINE const typename D::real* kv_rows(const void* base, const int64_t* strides, int64_t batch, int64_t kv_head, int64_t begin,
+                                          int64_t keys, int64_t dim, bool copied, typename D::real* copy) {
+  using S = typename D::storage;
+  const S* from = static_cast<const S*>(base) + batch * strides[0] + kv_head * strides[1] + begin * strides[2];
+  if (!copied) return reinterpret_cast<const typename D::real*>(from);
+  for (int64_t k = 0; k < keys; ++k) widen_row<D>(from + k * strides[2], strides[3], dim, copy + k * dim);
+  return copy;
+}
+
+// S^T of a tile with everything that changes scores, and its column maxima. `none`: no row attends any of the keys; nothing is written.
+template <class T, int NV>
+MH_INLINE visibility scores_of(const kernel_call& c, const positions& at, const panel<T>& p, const tile_at& t, by_rows<T> k, const tile_scratch<T>& scratch) {
+  constexpr int64_t w = lanes<T>;
+  constexpr int64_t width = NV * w;
+  visibility see = visibility::all;
+  if (c.mask != nullptr || c.key_mask != nullptr || t.begin < p.whole.begin || t.end > p.whole.end) {
+    see = see_tile<T>(c, at, t.batch, t.kv_head, t.row, t.count, width, t.begin, t.end, scratch.words);
+    if (see == visibility::none) return see;
+  }
+  T* s = scratch.scores;
+  for (int v = 0; v < NV; ++v) vec<T>(-infinity<T>).store_aligned(scratch.tile_max + v * w);
+  if (see == visibility::all && !has_score_passes(c)) {
+    product<product_mode::set_max, NV>(k, p.q, t.keys(), c.head_dim, s, scratch.tile_max);
+    return see;
+  }
+  product<product_mode::set, NV>(k, p.q, t.keys(), c.head_dim, s, scratch.tile_max);
+  if (c.softcap > 0) softcap_pass<T>(c, s, t.keys() * width);
+  if (c.alibi_slopes != nullptr) alibi_pass_transposed<T>(c, at, t, width, s);
+  if (c.bias != nullptr) bias_pass_transposed<T>(c, t, width, s);
+  if (see == visibility::some) visibility_pass_transposed<T>(scratch.words, t.keys(), width, s);
+  vec<T> top[NV];
+#pragma GCC unroll 4
+  for (int v = 0; v < NV; ++v) top[v] = vec<T>(-infinity<T>);
+  for (int64_t key = 0; key < t.keys(); ++key) {
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) top[v] = xsimd::max(top[v], vec<T>::load_aligned(s + key * width + v * w));
+  }
+#pragma GCC unroll 4
+  for (int v = 0; v < NV; ++v) top[v].store_aligned(scratch.tile_max + v * w);
+  return see;
+}
+
+// The row's place in arrays [batch][heads][q_len].
+MH_INLINE int64_t row_index(const kernel_call& c, int64_t batch, int64_t head, int64_t query) {
+  return (batch * c.heads + head) * c.q_len + query;
+}
+
+template <class T>
+MH_INLINE double sink_of(const kernel_call& c, int64_t head, int64_t chunk) {
+  return c.sinks != nullptr && chunk == 0 ? static_cast<double>(static_cast<const T*>(c.sinks)[head]) : -__builtin_inf();
+}
+
+// Writes a row's lse (base 2) where it is wanted.
+template <class T>
+MH_INLINE void write_lse(const kernel_call& c, int64_t batch, int64_t head, int64_t query, int64_t chunk, double lse) {
+  const int64_t index = row_index(c, batch, head, query);
+  if (c.chunks > 1) {
+    static_cast<T*>(c.partial_lse)[chunk * c.batch * c.heads * c.q_len + index] = static_cast<T>(lse);
+    return;
+  }
+  if (c.row_lse != nullptr) static_cast<T*>(c.row_lse)[index] = static_cast<T>(lse);
+  if (c.lse != nullptr) {
+    const double ln2 = 0.69314718055994530942;
+    static_cast<T*>(c.lse)[batch * c.lse_strides[0] + head * c.lse_strides[1] + query * c.lse_strides[2]] =
+        static_cast<T>(c.lse_base == MH_LSE_BASE2 ? lse : lse * ln2);
+  }
+}
+
+// n values of a finished row, from dim d on: to out, or to the partial results of a split.
+template <class D>
+MH_INLINE void write_values(const kernel_call& c, int64_t batch, int64_t head, int64_t query, int64_t chunk, int64_t d, int64_t n, vec<typename D::real> x) {
+  using T = typename D::real;
+  alignas(64) T buffer[lanes<T>];
+  if (c.chunks > 1) {
+    T* to = static_cast<T*>(c.partial_out) + (chunk * c.batch * c.heads * c.q_len + row_index(c, batch, head, query)) * c.v_dim + d;
+    if (n == lanes<T>) return store<T>(to, x);
+    x.store_aligned(buffer);
+    for (int64_t i = 0; i < n; ++i) to[i] = buffer[i];
+    return;
+  }
+  auto* to = static_cast<typename D::storage*>(c.out) + batch * c.out_strides[0] + head * c.out_strides[1] + query * c.out_strides[2] + d * c.out_strides[3];
+  if constexpr (sizeof(typename D::storage) == sizeof(T)) {
+    if (n == lanes<T> && c.out_strides[3] == 1) return store<T>(reinterpret_cast<T*>(to), x);
+  }
+  x.store_aligned(buffer);
+  narrow_row<D>(buffer, n, to, c.out_strides[3]);
+}
+
+MH_INLINE double careful_shift(int64_t keys) {
+  double bits_needed = lazy_rescale + 1;
+  while (keys > 0) {
+    bits_needed += 1;
+    keys /= 2;
+  }
+  return bits_needed;
+}
+
+}  // namespace
+}  // namespace manyhead::MH_ISA

@@ -1,0 +1,201 @@
+// Passes over a tile of scores while it is in L1: softcap, ALiBi, bias, visibility. Each is applied where the problem asks for it,
+// in this order, on natural scores (kernel_api.hpp: exp_scale). A tile is either
+//   transposed: s[key * width + lane], lanes over rows (tile route), or
+//   row-major:  s[lane * width + key], lanes over keys (decode route).
+#pragma once
+
+#include "dtype.hpp"
+#include "mask.hpp"
+
+namespace manyhead::MH_ISA {
+namespace {
+
+// The rows of a tile, and its keys.
+struct tile_at {
+  int64_t batch, kv_head;
+  int64_t row;    // first row
+  int64_t count;  // rows that exist
+  int64_t begin, end;  // keys
+  MH_INLINE int64_t keys() const { return end - begin; }
+  MH_INLINE int64_t query(const kernel_call& c, int64_t lane) const { return (row + lane) / c.group; }
+  MH_INLINE int64_t head(const kernel_call& c, int64_t lane) const { return kv_head * c.group + (row + lane) % c.group; }
+};
+
+MH_INLINE bool has_score_passes(const kernel_call& c) {
+  return c.softcap > 0 || c.alibi_slopes != nullptr || c.bias != nullptr;
+}
+
+// Any layout: n contiguous scores, n a multiple of the lanes.
+template <class T>
+__attribute__((noinline)) void softcap_pass(const kernel_call& c, T* s, int64_t n) {
+  const vec<T> cap(static_cast<T>(c.softcap));
+  const vec<T> inverse(static_cast<T>(1.0 / c.softcap));
+  for (int64_t i = 0; i < n; i += lanes<T>) store<T>(s + i, cap * tanh_of<T>(load(s + i) * inverse));
+}
+
+template <class T>
+MH_INLINE T slope_of(const kernel_call& c, const tile_at& t, int64_t lane) {
+  return static_cast<const T*>(c.alibi_slopes)[t.batch * c.alibi_batch_stride + t.head(c, lane)];
+}
+
+// s + slope * (key - position), or s - slope * |position - key|; `distance` is position - key.
+template <class T>
+MH_INLINE vec<T> alibi_of(vec<T> s, vec<T> slope, vec<T> distance, bool is_signed) {
+  return xsimd::fnma(slope, is_signed ? distance : xsimd::abs(distance), s);
+}
+
+template <class T>
+__attribute__((noinline)) void alibi_pass_transposed(const kernel_call& c, const positions& at, const tile_at& t, int64_t width, T* s) {
+  const bool is_signed = c.alibi_mode == MH_ALIBI_SIGNED;
+  for (int64_t l0 = 0; l0 < width; l0 += lanes<T>) {
+    alignas(64) T slope[lanes<T>];
+    alignas(64) T position[lanes<T>];
+    for (int64_t l = 0; l < lanes<T>; ++l) {
+      const int64_t lane = min_of(l0 + l, t.count - 1);
+      slope[l] = slope_of<T>(c, t, lane);
+      position[l] = static_cast<T>(t.query(c, lane) + at.offset - t.begin);  // relative to the tile: exact where it matters
+    }
+    const vec<T> slopes = load(slope);
+    const vec<T> from = load(position);
+    for (int64_t k = 0; k < t.keys(); ++k) {
+      T* p = s + k * width + l0;
+      store<T>(p, alibi_of<T>(load(p), slopes, from - vec<T>(static_cast<T>(k)), is_signed));
+    }
+  }
+}
+
+template <class T>
+__attribute__((noinline)) void alibi_pass_rows(const kernel_call& c, const positions& at, const tile_at& t, int64_t width, T* s) {
+  const bool is_signed = c.alibi_mode == MH_ALIBI_SIGNED;
+  alignas(64) T index[lanes<T>];
+  for (int64_t l = 0; l < lanes<T>; ++l) index[l] = static_cast<T>(l);
+  for (int64_t lane = 0; lane < t.count; ++lane) {
+    const vec<T> slope(slope_of<T>(c, t, lane));
+    vec<T> distance = vec<T>(static_cast<T>(t.query(c, lane) + at.offset - t.begin)) - load(index);
+    for (int64_t k = 0; k < t.keys(); k += lanes<T>) {
+      T* p = s + lane * width + k;
+      store<T>(p, alibi_of<T>(load(p), slope, distance, is_signed));
+      distance = distance - vec<T>(static_cast<T>(lanes<T>));
+    }
+  }
+}
+
+// Adding keeps NaN away from slots that the bias closes: -inf there, whatever the score was.
+template <class T>
+MH_INLINE vec<T> biased(vec<T> s, vec<T> b) {
+  const vec<T> closed(-infinity<T>);
+  return xsimd::select(b == closed, closed, s + b);
+}
+
+MH_INLINE int64_t bias_offset(const kernel_call& c, const tile_at& t, int64_t lane) {
+  return t.batch * c.bias_strides[0] + t.head(c, lane) * c.bias_strides[1] + t.query(c, lane) * c.bias_strides[2];
+}
+
+// n bias values of a row from key `first` on; direct where they lie as T, else through `buffer`.
+template <class T>
+MH_INLINE const T* bias_row(const kernel_call& c, int64_t offset, int64_t first, int64_t n, T* buffer) {
+  constexpr int32_t own = sizeof(T) == 4 ? MH_DTYPE_F32 : MH_DTYPE_F64;
+  const int64_t at = offset + first * c.bias_strides[3];
+  if (c.bias_dtype == own && c.bias_strides[3] == 1) return static_cast<const T*>(c.bias) + at;
+  widen_any<T>(c.bias_dtype, c.bias, at, c.bias_strides[3], n, buffer);
+  return buffer;
+}
+
+template <class T>
+__attribute__((noinline)) void bias_pass_transposed(const kernel_call& c, const tile_at& t, int64_t width, T* s) {
+  constexpr int64_t w = lanes<T>;
+  const int64_t keys = min_of(t.keys(), c.kv_len - c.extra_keys - t.begin);
+  alignas(64) T buffer[w];
+  const bool one_row = c.bias_strides[2] == 0 && (c.bias_strides[1] == 0 || c.group == 1);
+  for (int64_t k0 = 0; k0 < keys; k0 += w) {
+    const int64_t n = min_of(w, keys - k0);
+    if (one_row) {
+      const T* b = bias_row<T>(c, bias_offset(c, t, 0), t.begin + k0, n, buffer);
+      for (int64_t k = 0; k < n; ++k) {
+        const vec<T> value(b[k]);
+        for (int64_t l = 0; l < width; l += w) {
+          T* p = s + (k0 + k) * width + l;
+          store<T>(p, biased<T>(load(p), value));
+        }
+      }
+      continue;
+    }
+    for (int64_t l0 = 0; l0 < width; l0 += w) {
+      vec<T> rows[w];
+      for (int64_t l = 0; l < w; ++l) {
+        const T* b = bias_row<T>(c, bias_offset(c, t, min_of(l0 + l, t.count - 1)), t.begin + k0, n, buffer);
+        if (n < w && b != buffer) {
+          memcpy(buffer, b, static_cast<size_t>(n) * sizeof(T));
+          b = buffer;
+        }
+        rows[l] = load(b);
+      }
+      transpose<T>(rows);
+      for (int64_t k = 0; k < n; ++k) {
+        T* p = s + (k0 + k) * width + l0;
+        store<T>(p, biased<T>(load(p), rows[k]));
+      }
+    }
+  }
+}
+
+template <class T>
+__attribute__((noinline)) void bias_pass_rows(const kernel_call& c, const tile_at& t, int64_t width, T* s) {
+  constexpr int64_t w = lanes<T>;
+  const int64_t keys = min_of(t.keys(), c.kv_len - c.extra_keys - t.begin);
+  alignas(64) T buffer[w] = {};
+  for (int64_t lane = 0; lane < t.count; ++lane) {
+    for (int64_t k0 = 0; k0 < keys; k0 += w) {
+      const int64_t n = min_of(w, keys - k0);
+      const T* b = bias_row<T>(c, bias_offset(c, t, lane), t.begin + k0, n, buffer);
+      if (n < w) {  // later slots of the vector are extra keys or padding: add 0
+        alignas(64) T part[w] = {};
+        memcpy(part, b, static_cast<size_t>(n) * sizeof(T));
+        memcpy(buffer, part, sizeof(part));
+        b = buffer;
+      }
+      T* p = s + lane * width + k0;
+      store<T>(p, biased<T>(load(p), load(b)));
+    }
+  }
+}
+
+template <class T>
+MH_INLINE vec<T> visible(vec<T> s, xsimd::batch<bits<T>, MH_ARCH> word, xsimd::batch<bits<T>, MH_ARCH> bit) {
+  const auto hidden = (word & bit) == xsimd::batch<bits<T>, MH_ARCH>(bits<T>(0));
+  return xsimd::select(xsimd::batch_bool_cast<T>(hidden), vec<T>(-infinity<T>), s);
+}
+
+template <class T>
+__attribute__((noinline)) void visibility_pass_transposed(const bits<T>* words, int64_t keys, int64_t width, T* s) {
+  using U = xsimd::batch<bits<T>, MH_ARCH>;
+  for (int64_t k0 = 0; k0 < keys; k0 += word_keys, words += width) {
+    const int64_t n = min_of(word_keys, keys - k0);
+    for (int64_t l = 0; l < width; l += lanes<T>) {
+      const U word = U::load_unaligned(words + l);
+      for (int64_t k = 0; k < n; ++k) {
+        T* p = s + (k0 + k) * width + l;
+        store<T>(p, visible<T>(load(p), word, U(bits<T>(1) << k)));
+      }
+    }
+  }
+}
+
+// words[word * count + lane]; closes the padding behind the last key too.
+template <class T>
+__attribute__((noinline)) void visibility_pass_rows(const bits<T>* words, int64_t count, int64_t keys, int64_t width, T* s) {
+  using U = xsimd::batch<bits<T>, MH_ARCH>;
+  alignas(64) bits<T> bit[lanes<T>];
+  for (int64_t l = 0; l < lanes<T>; ++l) bit[l] = bits<T>(1) << l;
+  const U lane_bit = U::load_aligned(bit);
+  for (int64_t lane = 0; lane < count; ++lane) {
+    for (int64_t k = 0; k < keys; k += lanes<T>) {
+      const bits<T> word = words[k / word_keys * count + lane] >> (k % word_keys);
+      T* p = s + lane * width + k;
+      store<T>(p, visible<T>(load(p), U(word), lane_bit));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace manyhead::MH_ISA

@@ -1,0 +1,196 @@
+// The vector layer: what xsimd offers under short names, and the few functions it lacks. The only file with intrinsics, each
+// behind a named function that has a generic body too.
+//
+// T is the arithmetic type, float or double. Everything lives in an unnamed namespace of its ISA: nothing compiled here may be
+// picked by the linker for another instruction set.
+#pragma once
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#include <xsimd/xsimd.hpp>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#define MH_INLINE __attribute__((always_inline)) inline
+
+namespace manyhead::MH_ISA {
+namespace {
+
+template <class T>
+using vec = xsimd::batch<T, MH_ARCH>;
+
+template <class T>
+inline constexpr int64_t lanes = static_cast<int64_t>(vec<T>::size);
+
+// An unsigned integer as wide as T: the bits of a T, and the words of a visibility tile (mask.hpp).
+template <class T>
+struct bits_of;
+template <>
+struct bits_of<float> {
+  using type = uint32_t;
+};
+template <>
+struct bits_of<double> {
+  using type = uint64_t;
+};
+template <class T>
+using bits = typename bits_of<T>::type;
+
+MH_INLINE int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
+MH_INLINE int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
+MH_INLINE int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+template <class T>
+inline constexpr T infinity = static_cast<T>(__builtin_inf());
+
+// The running maximum before any key: lower than every score but -inf, and finite so that (s - max) is never NaN for s = -inf.
+template <class T>
+inline constexpr T lowest = sizeof(T) == 4 ? static_cast<T>(-3.402823466e38F) : static_cast<T>(-1.7976931348623157e308);
+
+template <class T>
+MH_INLINE vec<T> load(const T* p) {
+  return vec<T>::load_unaligned(p);
+}
+
+template <class T>
+MH_INLINE void store(T* p, vec<T> x) {
+  x.store_unaligned(p);
+}
+
+// The larger of a constant and x, NaN where x is NaN. (x86's max returns its second operand then; others need the select.)
+template <class T>
+MH_INLINE vec<T> at_least(T low, vec<T> x) {
+#if defined(__x86_64__) && !XSIMD_WITH_EMULATED
+  return xsimd::max(vec<T>(low), x);
+#else
+  return xsimd::select(x < vec<T>(low), vec<T>(low), x);
+#endif
+}
+
+// 2^x within 1 ulp for x in [-126, 127] (double: [-1022, 1023]); 0 below, NaN for NaN. Minimax polynomials of relative error
+// 1.9e-9 (degree 6) and 3.1e-18 (degree 11) on [-1/2, 1/2], from our own Remez exchange. Adding 1.5 * 2^23 + 127 leaves round(x) + 127
+// in the low bits of the sum, so a shift makes the power of two; multiplying by it (rather than adding exponents) keeps NaN.
+template <class T>
+MH_INLINE vec<T> exp2_of(vec<T> x) {
+  using B = vec<T>;
+  if constexpr (sizeof(T) == 4) {
+    const B magic(12582912.0F + 127.0F);
+    x = at_least<T>(-127.0F, x);
+    const B shifted = x + magic;
+    const B f = x - (shifted - magic);
+    B p(1.53458121613e-4F);
+    p = xsimd::fma(p, f, B(1.33999311772e-3F));
+    p = xsimd::fma(p, f, B(9.61848895633e-3F));
+    p = xsimd::fma(p, f, B(5.55032877711e-2F));
+    p = xsimd::fma(p, f, B(2.40226468906e-1F));
+    p = xsimd::fma(p, f, B(6.93147205737e-1F));
+    p = xsimd::fma(p, f, B(1.0F));
+    return p * xsimd::bitwise_cast<float>(xsimd::bitwise_cast<uint32_t>(shifted) << 23);
+  } else {
+    const B magic(6755399441055744.0 + 1023.0);
+    x = at_least<T>(-1023.0, x);
+    const B shifted = x + magic;
+    const B f = x - (shifted - magic);
+    B p(4.435282706957277151e-10);
+    p = xsimd::fma(p, f, B(7.074105613508142796e-9));
+    p = xsimd::fma(p, f, B(1.017819802167193084e-7));
+    p = xsimd::fma(p, f, B(1.321543308967639918e-6));
+    p = xsimd::fma(p, f, B(1.525273348998852565e-5));
+    p = xsimd::fma(p, f, B(1.540353046251443206e-4));
+    p = xsimd::fma(p, f, B(1.333355814678992172e-3));
+    p = xsimd::fma(p, f, B(9.618129107588335244e-3));
+    p = xsimd::fma(p, f, B(5.550410866481992160e-2));
+    p = xsimd::fma(p, f, B(2.402265069591015620e-1));
+    p = xsimd::fma(p, f, B(6.931471805599453305e-1));
+    p = xsimd::fma(p, f, B(1.0));
+    return p * xsimd::bitwise_cast<double>(xsimd::bitwise_cast<uint64_t>(shifted) << 52);
+  }
+}
+
+// tanh(x) = 1 - 2 / (2^(2 x log2 e) + 1) loses its relative precision near 0 to cancellation; there x + x^3 P(x^2) is used: the Taylor
+// series up to x^11 for |x| < 0.35 in float and up to x^27 in double, next term below 2e-8 and 1e-18 of x.
+template <class T>
+MH_INLINE vec<T> tanh_of(vec<T> x) {
+  using B = vec<T>;
+  const T two_log2e = static_cast<T>(2.8853900817779268147);
+  const B big = B(T(1)) - B(T(2)) / (exp2_of<T>(xsimd::min(x, B(T(30))) * B(two_log2e)) + B(T(1)));
+  const B x2 = x * x;
+  B p;
+  if constexpr (sizeof(T) == 4) {
+    p = B(-8.8632355299e-3F);
+    p = xsimd::fma(p, x2, B(2.1869488536e-2F));
+    p = xsimd::fma(p, x2, B(-5.3968253968e-2F));
+    p = xsimd::fma(p, x2, B(1.3333333333e-1F));
+    p = xsimd::fma(p, x2, B(-3.3333333333e-1F));
+  } else {
+    p = B(-6.451689215655431e-06);
+    p = xsimd::fma(p, x2, B(1.5918905069328964e-05));
+    p = xsimd::fma(p, x2, B(-3.927832388331683e-05));
+    p = xsimd::fma(p, x2, B(9.691537956929451e-05));
+    p = xsimd::fma(p, x2, B(-0.00023912911424355248));
+    p = xsimd::fma(p, x2, B(0.000590027440945586));
+    p = xsimd::fma(p, x2, B(-0.0014558343870513183));
+    p = xsimd::fma(p, x2, B(0.003592128036572481));
+    p = xsimd::fma(p, x2, B(-0.008863235529902197));
+    p = xsimd::fma(p, x2, B(2.1869488536155203e-2));
+    p = xsimd::fma(p, x2, B(-5.3968253968253971e-2));
+    p = xsimd::fma(p, x2, B(1.3333333333333333e-1));
+    p = xsimd::fma(p, x2, B(-3.3333333333333331e-1));
+  }
+  const B small = xsimd::fma(p * x2, x, x);
+  return xsimd::select(xsimd::abs(x) < B(T(0.35)), small, big);
+}
+
+// W vectors of W lanes, transposed in place by log2(W) rounds of zips (each round moves one bit of the index): 4 shuffles a vector at 16
+// lanes, which is what the hand-written networks need too.
+template <class T>
+MH_INLINE void transpose(vec<T> (&x)[lanes<T>]) {
+  constexpr int n = static_cast<int>(lanes<T>);
+#pragma GCC unroll 4
+  for (int step = 1; step < n; step *= 2) {
+    vec<T> y[n];
+#pragma GCC unroll 8
+    for (int i = 0; i < n / 2; ++i) {
+      y[2 * i] = xsimd::zip_lo(x[i], x[i + n / 2]);
+      y[2 * i + 1] = xsimd::zip_hi(x[i], x[i + n / 2]);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < n; ++i) x[i] = y[i];
+  }
+}
+
+// Bit i of the result: byte i of p is not zero. n <= 32 bytes are read, every `stride` apart.
+MH_INLINE uint32_t nonzero_bytes(const uint8_t* p, int64_t stride, int64_t n) {
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  if (stride == 1) {
+    const __mmask32 in = n >= 32 ? 0xffffffffU : (1U << n) - 1U;
+    const __m256i x = _mm256_maskz_loadu_epi8(in, p);
+    return _mm256_test_epi8_mask(x, x);
+  }
+#elif defined(__AVX2__)
+  if (stride == 1 && n == 32) {
+    const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return ~static_cast<uint32_t>(_mm256_movemask_epi8(_mm256_cmpeq_epi8(x, _mm256_setzero_si256())));
+  }
+#elif defined(__SSE2__)
+  if (stride == 1 && n == 32) {
+    const __m128i zero = _mm_setzero_si128();
+    const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16));
+    return ~(static_cast<uint32_t>(_mm_movemask_epi8(_mm_cmpeq_epi8(a, zero))) |
+             static_cast<uint32_t>(_mm_movemask_epi8(_mm_cmpeq_epi8(b, zero))) << 16);
+  }
+#endif
+  uint32_t r = 0;
+  for (int64_t i = 0; i < n; ++i) r |= static_cast<uint32_t>(p[i * stride] != 0) << i;
+  return r;
+}
+
+}  // namespace
+}  // namespace manyhead::MH_ISA

@@ -1,0 +1,104 @@
+// The streaming softmax: per row the largest score so far, the sum of weights, and the weighted values, for lanes over rows.
+#pragma once
+
+#include "simd.hpp"
+
+namespace manyhead::MH_ISA {
+namespace {
+
+// A row keeps its maximum until a new one exceeds it by 8 in log2 units: then at most 256 times too large, weights lose nothing in f32, and
+// most tiles after the first leave the accumulators alone.
+inline constexpr double lazy_rescale = 8.0;
+
+template <class T, int NV>
+struct softmax_rows {
+  static constexpr int64_t w = lanes<T>;
+  static constexpr int64_t width = NV * w;
+  T* row_max;  // [width], `lowest` before the first key
+  T* row_sum;  // [width]
+  T* out;      // [v_dim][width]
+  int64_t v_dim;
+
+  // Takes in a tile's maxima; sums and values so far are scaled to the new ones. `started`: out holds something.
+  MH_INLINE void raise(const T* tile_max, T exp_scale, bool started) const {
+    for (int v = 0; v < NV; ++v) {
+      const vec<T> old = vec<T>::load_aligned(row_max + v * w);
+      const vec<T> top = vec<T>::load_aligned(tile_max + v * w);
+      const auto higher = top > old + vec<T>(static_cast<T>(lazy_rescale) / exp_scale);
+      if (!xsimd::any(higher)) continue;
+      const vec<T> now = xsimd::select(higher, top, old);
+      const vec<T> factor = exp2_of<T>((old - now) * vec<T>(exp_scale));
+      now.store_aligned(row_max + v * w);
+      (vec<T>::load_aligned(row_sum + v * w) * factor).store_aligned(row_sum + v * w);
+      if (!started) continue;
+      for (int64_t d = 0; d < v_dim; ++d) {
+        T* p = out + d * width + v * w;
+        (vec<T>::load_aligned(p) * factor).store_aligned(p);
+      }
+    }
+  }
+
+  // Scores become weights, in place, and are added up. Careful: slots at -inf become -0 (they are not to be multiplied), the others are
+  // divided by 2^careful_shift, so that sums over values near the largest float stay finite.
+  template <bool Scaled, bool Careful>
+  MH_INLINE void weigh(T* s, int64_t keys, T exp_scale, T careful_factor) const {
+    vec<T> top[NV];
+    vec<T> sum[NV];
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) {
+      top[v] = vec<T>::load_aligned(row_max + v * w);
+      sum[v] = vec<T>(T(0));
+    }
+    for (int64_t k = 0; k < keys; ++k) {
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v) {
+        T* at = s + k * width + v * w;
+        const vec<T> score = vec<T>::load_aligned(at);
+        vec<T> x = score - top[v];
+        if constexpr (Scaled) x = x * vec<T>(exp_scale);
+        vec<T> p = exp2_of<T>(x);
+        sum[v] = sum[v] + p;
+        if constexpr (Careful) p = xsimd::select(score == vec<T>(-infinity<T>), vec<T>(T(-0.0)), p * vec<T>(careful_factor));
+        p.store_aligned(at);
+      }
+    }
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) (vec<T>::load_aligned(row_sum + v * w) + sum[v]).store_aligned(row_sum + v * w);
+  }
+
+  MH_INLINE void weigh_tile(T* s, int64_t keys, T exp_scale, bool careful, T careful_factor) const {
+    if (careful) {
+      weigh<true, true>(s, keys, exp_scale, careful_factor);
+    } else if (exp_scale == T(1)) {
+      weigh<false, false>(s, keys, exp_scale, T(1));
+    } else {
+      weigh<true, false>(s, keys, exp_scale, T(1));
+    }
+  }
+};
+
+// Where a row ends: what its values are multiplied with, and its lse (base 2).
+struct row_end {
+  double factor;
+  double lse;
+};
+
+// top: the row's maximum in score units; sink: -inf for none, natural units.
+MH_INLINE row_end finish_row(double top, double sum, double exp_scale, double sink) {
+  const double log2e = 1.4426950408889634074;
+  const double none = -__builtin_inf();
+  double high = sum > 0 || sum != sum ? top * exp_scale : none;
+  const double sink2 = sink * log2e;
+  if (high == none && sink2 == none) return {0, none};
+  double total = sum;
+  if (sink2 != none) {
+    const double new_high = high > sink2 ? high : sink2;
+    total = (high == none ? 0 : sum * ::exp2(high - new_high)) + ::exp2(sink2 - new_high);
+    const double factor = high == none ? 0 : ::exp2(high - new_high) / total;
+    return {factor, new_high + ::log2(total)};
+  }
+  return {1 / total, high + ::log2(total)};
+}
+
+}  // namespace
+}  // namespace manyhead::MH_ISA

@@ -1,0 +1,204 @@
+// See plan.hpp. The choices, and why:
+//
+// block_kv   Keys of a tile. The score panel (widest panel x block_kv) should stay in L1 with the Q panel: 96 keys x 48 rows x 4 bytes = 18 KB
+//            beside 48 x 64 x 4 = 12 KB. A function of (dtype, head_dim, ISA) alone, never of the machine's caches or of lengths: tile borders
+//            lie at its multiples, and the same borders mean the same bits.
+// block_q    Rows of a task. Each tile of K and V is read (or converted) once per task, so more rows mean less traffic; fewer mean more
+//            tasks. Rows do not influence each other, so this may depend on anything but the thread count.
+// chunks     Splits along the keys, for problems with too few rows to keep many cores busy. Fixed size, fixed order of merging.
+#include "plan.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+
+namespace manyhead {
+namespace {
+
+constexpr int64_t split_rows = 128;    // at most this many rows per kv head and batch entry: split long keys
+constexpr int64_t chunk_target = 512;  // keys of a split, rounded up to tiles
+
+int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+int64_t blocks(int64_t n, int64_t size) { return (n + size - 1) / size; }
+
+int64_t dtype_bytes(int32_t dtype) { return dtype == MH_DTYPE_F64 ? 8 : dtype == MH_DTYPE_F32 ? 4 : 2; }
+
+int64_t choose_block_kv(int64_t head_dim, bool f64) {
+  int64_t keys = head_dim <= 128 ? 96 : 64;
+  if (f64) keys = 64;
+  return keys;
+}
+
+// Whether kernels read K and V in place: elements of the arithmetic type next to each other, and for the decode route whole vectors.
+bool needs_copy(const problem& p, route kernel, int64_t lanes) {
+  if (p.dtype == MH_DTYPE_BF16 || p.dtype == MH_DTYPE_F16) return true;
+  if ((p.k_strides[3] != 1 && p.head_dim > 1) || (p.v_strides[3] != 1 && p.v_dim > 1)) return true;
+  return kernel == route_decode && (p.head_dim % lanes != 0 || p.v_dim % lanes != 0);
+}
+
+// The keys [begin, end) that query i may attend, as far as the problem says without its tensors.
+std::pair<int64_t, int64_t> key_range(const problem& p, int64_t i) {
+  const int64_t keys = p.kv_len - p.extra_keys;
+  int64_t offset = 0;
+  if (p.align == MH_ALIGN_BOTTOM_RIGHT) offset = keys - p.q_len;
+  if (p.align == MH_ALIGN_OFFSET && !p.has_input(MH_INPUT_Q_OFFSET)) offset = p.q_offset;
+  const bool known = !p.has_input(MH_INPUT_Q_OFFSET);
+  int64_t begin = 0;
+  int64_t end = keys;
+  const int64_t at = i + offset;
+  if (known && p.causal) end = std::min(end, at + 1);
+  if (known && p.window_right >= 0) end = std::min(end, at + p.window_right + 1);
+  if (known && p.window_left >= 0) begin = std::max<int64_t>(0, at - p.window_left);
+  return {begin, std::max(begin, end)};
+}
+
+// Pairs that are attended, of one batch entry and head.
+double attended_pairs(const problem& p) {
+  const bool positional = p.causal || p.window_left >= 0 || p.window_right >= 0;
+  if (!positional) return static_cast<double>(p.q_len) * static_cast<double>(p.kv_len);
+  double pairs = 0;
+  // Ranges change linearly between few corners; long queries are sampled evenly.
+  const int64_t step = std::max<int64_t>(1, p.q_len / 65536);
+  for (int64_t i = 0; i < p.q_len; i += step) {
+    const auto [begin, end] = key_range(p, i);
+    pairs += static_cast<double>((end - begin + p.extra_keys) * std::min(step, p.q_len - i));
+  }
+  return pairs;
+}
+
+double share_skipped(const problem& p, int64_t block_q, int64_t block_kv) {
+  const int64_t group = p.group();
+  const int64_t tiles = blocks(p.kv_len, block_kv);
+  if (tiles == 0 || p.q_len == 0) return 0;
+  double used = 0;
+  int64_t row_blocks = 0;
+  for (int64_t row = 0; row < p.q_len * group; row += block_q, ++row_blocks) {
+    const int64_t first = row / group;
+    const int64_t last = (std::min(row + block_q, p.q_len * group) - 1) / group;
+    const int64_t begin = key_range(p, first).first;
+    const int64_t end = p.extra_keys > 0 ? p.kv_len : key_range(p, last).second;
+    if (begin < end) used += static_cast<double>(blocks(end, block_kv) - begin / block_kv);
+  }
+  return 1.0 - used / (static_cast<double>(tiles) * static_cast<double>(row_blocks));
+}
+
+}  // namespace
+
+kernel_call make_call(const plan& plan) {
+  const problem& p = plan.p;
+  kernel_call c{};
+  c.batch = p.batch;
+  c.heads = p.heads;
+  c.kv_heads = p.kv_heads;
+  c.group = p.group();
+  c.q_len = p.q_len;
+  c.kv_len = p.kv_len;
+  c.head_dim = p.head_dim;
+  c.v_dim = p.v_dim;
+  c.rows = c.group * c.q_len;
+  c.extra_keys = p.extra_keys;
+  std::copy_n(p.q_strides, 4, c.q_strides);
+  std::copy_n(p.k_strides, 4, c.k_strides);
+  std::copy_n(p.v_strides, 4, c.v_strides);
+  std::copy_n(p.out_strides, 4, c.out_strides);
+  std::copy_n(p.mask_strides, 4, c.mask_strides);
+  std::copy_n(p.bias_strides, 4, c.bias_strides);
+  std::copy_n(p.key_mask_strides, 2, c.key_mask_strides);
+  std::copy_n(p.lse_strides, 3, c.lse_strides);
+  std::copy_n(p.weights_strides, 4, c.weights_strides);
+  std::copy_n(p.mean_weights_strides, 3, c.mean_weights_strides);
+  std::copy_n(p.scores_strides, 4, c.scores_strides);
+  c.alibi_batch_stride = p.alibi_batch_stride;
+  const double log2e = 1.4426950408889634074;
+  const bool natural = p.softcap > 0 || p.has_input(MH_INPUT_ALIBI) || p.has_input(MH_INPUT_BIAS) || p.has_output(MH_OUTPUT_SCORES);
+  c.q_scale = natural ? p.scale : p.scale * log2e;
+  c.exp_scale = natural ? log2e : 1.0;
+  c.softcap = p.softcap;
+  c.causal = p.causal;
+  c.align = p.align;
+  c.q_offset = p.q_offset;
+  // Beyond any length, so that position +- window cannot overflow.
+  c.window_left = std::min(p.window_left, int64_t{1} << 61);
+  c.window_right = std::min(p.window_right, int64_t{1} << 61);
+  c.index_type = p.index_type;
+  c.bias_dtype = p.bias_dtype;
+  c.alibi_mode = p.alibi_mode;
+  c.lse_base = p.lse_base;
+  c.scores_stage = p.scores_stage;
+  c.chunks = plan.chunks;
+  c.chunk_keys = plan.chunk_keys;
+  c.block_kv = plan.block_kv;
+  c.copy_kv = plan.copy_kv;
+  c.row_blocks = plan.row_blocks;
+  return c;
+}
+
+plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes) {
+  plan plan{};
+  plan.p = p;
+  plan.table = &table;
+  const bool f64 = p.is_f64();
+  const int64_t real = f64 ? 8 : 4;
+  const int64_t lanes = table.lanes / (f64 ? 2 : 1);
+  const int64_t panel = table.panel_rows[f64];
+  const int64_t rows = p.group() * p.q_len;
+
+  plan.kernel = rows <= table.decode_rows[f64] ? route_decode : route_tile;
+  plan.block_kv = choose_block_kv(p.head_dim, f64);
+  plan.copy_kv = needs_copy(p, plan.kernel, lanes);
+  plan.second_pass = (p.outputs & (MH_OUTPUT_WEIGHTS | MH_OUTPUT_MEAN_WEIGHTS | MH_OUTPUT_COLUMN_SUMS | MH_OUTPUT_SCORES)) != 0;
+
+  if (plan.kernel == route_decode) {
+    plan.block_q = std::max<int64_t>(rows, 1);
+  } else {
+    // Q, O and a K and V tile of a task within half of L2; at least one panel. 4 panels unless K and V are large.
+    const int64_t row_bytes = (p.head_dim + p.v_dim) * real;
+    const int64_t room = std::max<int64_t>(l2_bytes / 2 - plan.block_kv * row_bytes, 0);
+    const int64_t panels = std::clamp<int64_t>(room / (panel * row_bytes), 1, 4);
+    plan.block_q = std::min(panels * panel, round_up(std::max<int64_t>(rows, 1), lanes));
+  }
+  plan.row_blocks = blocks(rows, plan.block_q);
+
+  plan.chunk_keys = round_up(chunk_target, plan.block_kv);
+  plan.chunks = rows <= split_rows ? std::max<int64_t>(1, blocks(p.kv_len, plan.chunk_keys)) : 1;
+  if (plan.chunks == 1) plan.chunk_keys = round_up(std::max<int64_t>(p.kv_len, 1), plan.block_kv);
+  plan.tasks = p.batch * p.kv_heads * plan.row_blocks * plan.chunks;
+
+  const double heads = static_cast<double>(p.batch * p.heads);
+  plan.flops = 2.0 * static_cast<double>(p.head_dim + p.v_dim) * heads * attended_pairs(p);
+  plan.bytes = static_cast<double>(dtype_bytes(p.dtype)) * static_cast<double>(p.head_dim + p.v_dim) *
+               (heads * static_cast<double>(p.q_len) + static_cast<double>(p.batch * p.kv_heads) * static_cast<double>(p.kv_len));
+  plan.tiles_skipped = share_skipped(p, plan.block_q, plan.block_kv);
+
+  const kernel_call c = make_call(plan);
+  plan.scratch_bytes = table.dtype[p.dtype].scratch_bytes(&c, plan.block_q);
+  const int64_t all_rows = p.batch * p.heads * p.q_len;
+  plan.partial_out_bytes = plan.chunks > 1 ? round_up(plan.chunks * all_rows * p.v_dim * real, 64) : 0;
+  plan.partial_lse_bytes = plan.chunks > 1 ? round_up(plan.chunks * all_rows * real, 64) : 0;
+  plan.row_lse_bytes = plan.second_pass ? round_up(all_rows * real, 64) : 0;
+  plan.column_bytes = p.has_output(MH_OUTPUT_COLUMN_SUMS) ? round_up(p.batch * p.heads * plan.row_blocks * p.kv_len * real, 64) : 0;
+  plan.shared_bytes = plan.partial_out_bytes + plan.partial_lse_bytes + plan.row_lse_bytes + plan.column_bytes;
+  return plan;
+}
+
+std::string describe(const plan& plan, bool json) {
+  const char* route_names[] = {"tile", "decode"};
+  const char* dtype_names[] = {"f32", "f64", "bf16", "f16"};
+  char text[2048];
+  const problem& p = plan.p;
+  const char* format =
+      json ? R"({"problem": "%s", "kernel": "attention/%s/%s@%s", "isa": "%s", "dtype": "%s", "block_q": %lld, "block_kv": %lld, )"
+             R"("row_blocks": %lld, "chunks": %lld, "chunk_keys": %lld, "tasks": %lld, "copies_kv": %s, "second_pass": %s, )"
+             R"("scratch_bytes_per_thread": %lld, "shared_bytes": %lld, "flops": %.17g, "bytes": %.17g, "tiles_skipped": %.6f})"
+           : "%s: attention/%s/%s@%s (%s, %s), block_q %lld, block_kv %lld, row_blocks %lld, chunks %lld of %lld keys, tasks %lld, "
+             "copies_kv %s, second_pass %s, workspace %lld per thread + %lld, %.4g flops, %.4g bytes, tiles skipped %.3f";
+  std::snprintf(text, sizeof text, format, to_text(p).text, dtype_names[p.dtype], route_names[plan.kernel], plan.table->isa, plan.table->isa,
+                dtype_names[p.dtype], static_cast<long long>(plan.block_q), static_cast<long long>(plan.block_kv),
+                static_cast<long long>(plan.row_blocks), static_cast<long long>(plan.chunks), static_cast<long long>(plan.chunk_keys),
+                static_cast<long long>(plan.tasks), plan.copy_kv ? (json ? "true" : "yes") : (json ? "false" : "no"),
+                plan.second_pass ? (json ? "true" : "yes") : (json ? "false" : "no"), static_cast<long long>(plan.scratch_bytes),
+                static_cast<long long>(plan.shared_bytes), plan.flops, plan.bytes, plan.tiles_skipped);
+  return text;
+}
+
+}  // namespace manyhead

@@ -1,0 +1,311 @@
+// See scheduler.hpp. A phase (first pass, merge, second pass, column sums) is a list of items that write disjoint memory. It is given to
+// `threads` workers, each with a scratch slot of its own, which take the next item from a counter until none is left: whoever is late
+// finds the work done. What an item computes does not depend on who runs it, so neither do the bits.
+#include "scheduler.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <new>
+
+#include "error.hpp"
+#include "machine.hpp"
+
+#if MH_WITH_TBB
+#include <tbb/parallel_for.h>
+#include <tbb/partitioner.h>
+#include <tbb/task_arena.h>
+#endif
+
+namespace manyhead {
+namespace {
+
+int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+// Kernels run in the default floating-point state (round to nearest, denormals kept, no traps) whatever the host's is, and leave it as it
+// was, sticky flags included: so results do not depend on which of the host's threads ran what.
+class default_fp_state {
+ public:
+#if defined(__x86_64__)
+  default_fp_state() noexcept : saved_(__builtin_ia32_stmxcsr()) { __builtin_ia32_ldmxcsr(0x1f80U); }
+  ~default_fp_state() { __builtin_ia32_ldmxcsr(saved_); }
+
+ private:
+  unsigned saved_;
+#elif defined(__aarch64__)
+  default_fp_state() noexcept {
+    asm volatile("mrs %0, fpcr\n\tmrs %1, fpsr" : "=r"(control_), "=r"(status_));
+    asm volatile("msr fpcr, %0" : : "r"(uint64_t{0}));
+  }
+  ~default_fp_state() { asm volatile("msr fpcr, %0\n\tmsr fpsr, %1" : : "r"(control_), "r"(status_)); }
+
+ private:
+  uint64_t control_, status_;
+#endif
+ public:
+  default_fp_state(const default_fp_state&) = delete;
+  default_fp_state& operator=(const default_fp_state&) = delete;
+};
+
+// A thread's own workspace, kept from call to call up to a limit.
+class thread_workspace {
+ public:
+  // 64-byte aligned; throws bad_alloc.
+  static char* allocate(int64_t bytes) {
+    void* p = std::aligned_alloc(64, static_cast<size_t>(round_up(std::max<int64_t>(bytes, 1), 64)));
+    if (p == nullptr) throw std::bad_alloc();
+    return static_cast<char*>(p);
+  }
+
+  char* borrow(int64_t bytes) {
+    if (busy_ || bytes > keep_at_most) return nullptr;
+    if (bytes > size_) {
+      std::free(memory_);
+      memory_ = nullptr;
+      size_ = 0;
+      memory_ = allocate(bytes);
+      size_ = bytes;
+    }
+    busy_ = true;
+    return memory_;
+  }
+  void give_back() noexcept { busy_ = false; }
+  thread_workspace() = default;
+  thread_workspace(const thread_workspace&) = delete;
+  thread_workspace& operator=(const thread_workspace&) = delete;
+  ~thread_workspace() { std::free(memory_); }
+
+ private:
+  static constexpr int64_t keep_at_most = 64 << 20;
+  char* memory_ = nullptr;
+  int64_t size_ = 0;
+  bool busy_ = false;
+};
+
+// The memory of one run: the caller's, this thread's, or, where that is in use (a host's pool may run another call inside ours) or the
+// need is large, its own.
+class workspace {
+ public:
+  workspace(int64_t bytes, const mh_exec& exec) {
+    if (exec.workspace != nullptr) {
+      if (exec.workspace_size < static_cast<size_t>(bytes)) {
+        throw error(MH_INVALID_ARGUMENT, "workspace_size is " + std::to_string(exec.workspace_size) + ", must be at least " + std::to_string(bytes));
+      }
+      base_ = static_cast<char*>(exec.workspace);
+      return;
+    }
+    if (bytes == 0) return;
+    thread_local thread_workspace mine;
+    base_ = mine.borrow(bytes);
+    if (base_ != nullptr) {
+      borrowed_ = &mine;
+    } else {
+      base_ = owned_ = thread_workspace::allocate(bytes);
+    }
+  }
+  ~workspace() {
+    if (borrowed_ != nullptr) borrowed_->give_back();
+    std::free(owned_);
+  }
+  workspace(const workspace&) = delete;
+  workspace& operator=(const workspace&) = delete;
+
+  char* take(int64_t bytes) noexcept {
+    char* at = base_ + used_;
+    used_ += round_up(bytes, 64);
+    return at;
+  }
+
+ private:
+  char* base_ = nullptr;
+  char* owned_ = nullptr;
+  thread_workspace* borrowed_ = nullptr;
+  int64_t used_ = 0;
+};
+
+int32_t wanted_threads(int32_t threads) { return threads > 0 ? threads : max_threads(); }
+
+// fn(arg, i) for i in 0..n-1, each on a thread of its own as far as there are any.
+void spread(int64_t n, const mh_exec& exec, mh_task_fn fn, void* arg) {
+  if (n == 1) return fn(arg, 0);
+  if (exec.parallel_for != nullptr) return exec.parallel_for(exec.parallel_ctx, n, fn, arg);
+#if MH_WITH_TBB
+  // Isolated: while this thread waits it must not pick up some other task of the host, which may hold or want its locks.
+  tbb::this_task_arena::isolate(
+      [&] { tbb::parallel_for(int64_t{0}, n, [=](int64_t i) { fn(arg, i); }, tbb::simple_partitioner()); });
+#else
+  for (int64_t i = 0; i < n; ++i) fn(arg, i);
+#endif
+}
+
+int64_t usable_threads(const mh_exec& exec) {
+  const int64_t threads = wanted_threads(exec.threads);
+  if (exec.parallel_for != nullptr) return threads;
+#if MH_WITH_TBB
+  return threads == 1 ? 1 : std::min<int64_t>(threads, tbb::this_task_arena::max_concurrency());
+#else
+  return 1;
+#endif
+}
+
+// item(worker, index) for each index of 0..items-1 on at most `threads` workers.
+template <class Item>
+void for_each(int64_t items, int64_t threads, const mh_exec& exec, const Item& item) {
+  struct shared {
+    const Item* item;
+    int64_t items;
+    std::atomic<int64_t> next;
+  } state{&item, items, 0};
+  if (items <= 0) return;
+  spread(std::min(items, threads), exec,
+         [](void* arg, int64_t worker) {
+           const default_fp_state fp;
+           auto* s = static_cast<shared*>(arg);
+           for (int64_t i = s->next.fetch_add(1); i < s->items; i = s->next.fetch_add(1)) (*s->item)(worker, i);
+         },
+         &state);
+}
+
+// Waking a second thread costs 3 to 100 microseconds. Below this many microseconds of work (at rates that any core of the last ten years
+// reaches: 40 GFLOP/s, 10 GB/s) one thread is sooner done.
+constexpr double serial_below_us = 30;
+bool is_short(const plan& plan) { return plan.flops / 40e3 + plan.bytes / 10e3 < serial_below_us; }
+
+int64_t second_pass_tasks(const plan& plan) {
+  if (!plan.second_pass) return 0;
+  return plan.p.batch * plan.row_blocks * (plan.p.has_output(MH_OUTPUT_MEAN_WEIGHTS) ? 1 : plan.p.kv_heads);
+}
+
+void set_tensors(kernel_call& c, const mh_tensors& t) {
+  c.q = t.q;
+  c.k = t.k;
+  c.v = t.v;
+  c.out = t.out;
+  c.mask = t.mask;
+  c.bias = t.bias;
+  c.key_mask = t.key_mask;
+  c.seqused_k = t.seqused_k;
+  c.q_offsets = t.q_offset;
+  c.alibi_slopes = t.alibi_slopes;
+  c.sinks = t.sinks;
+  c.lse = t.lse;
+  c.weights = t.weights;
+  c.mean_weights = t.mean_weights;
+  c.scores = t.scores;
+}
+
+void merge_chunks(const plan& plan, const kernel_call& c, int64_t threads, const mh_exec& exec) {
+  const int64_t rows = c.batch * c.heads * c.q_len;
+  merge_args m{};
+  m.states = c.chunks;
+  m.heads = c.heads;
+  m.q_len = c.q_len;
+  m.v_dim = c.v_dim;
+  m.outs = c.partial_out;
+  m.lses = c.partial_lse;
+  m.out = c.out;
+  m.lse = c.lse;
+  m.row_lse = c.row_lse;
+  const int64_t outs_strides[5] = {rows * c.v_dim, c.heads * c.q_len * c.v_dim, c.q_len * c.v_dim, c.v_dim, 1};
+  const int64_t lses_strides[4] = {rows, c.heads * c.q_len, c.q_len, 1};
+  std::copy_n(outs_strides, 5, m.outs_strides);
+  std::copy_n(lses_strides, 4, m.lses_strides);
+  std::copy_n(c.out_strides, 4, m.out_strides);
+  std::copy_n(c.lse_strides, 3, m.lse_strides);
+  m.lses_base = MH_LSE_BASE2;
+  m.lse_base = c.lse_base;
+  constexpr int64_t rows_at_once = 32;
+  for_each((rows + rows_at_once - 1) / rows_at_once, threads, exec, [&](int64_t, int64_t i) {
+    plan.table->dtype[plan.p.dtype].merge_real(&m, i * rows_at_once, std::min(rows, (i + 1) * rows_at_once));
+  });
+}
+
+template <class Real>
+void add_columns(const kernel_call& c, const problem& p, Real* sums, int64_t head_index) {
+  const Real* from = static_cast<const Real*>(c.column_partials) + head_index * c.row_blocks * c.kv_len;
+  Real* to = sums + head_index / c.heads * p.column_sums_strides[0] + head_index % c.heads * p.column_sums_strides[1];
+  for (int64_t k = 0; k < c.kv_len; ++k) {
+    Real sum = 0;
+    for (int64_t b = 0; b < c.row_blocks; ++b) sum += from[b * c.kv_len + k];
+    to[k * p.column_sums_strides[2]] = sum;
+  }
+}
+
+}  // namespace
+
+int32_t thread_count(const plan& plan, int32_t threads) {
+  const int64_t most = std::max<int64_t>({plan.tasks, second_pass_tasks(plan), 1});
+  if (is_short(plan)) return 1;
+  return static_cast<int32_t>(std::min<int64_t>(wanted_threads(threads), most));
+}
+
+int64_t workspace_bytes(const plan& plan, int32_t threads) {
+  if (plan.tasks == 0 && plan.shared_bytes == 0) return 0;
+  return plan.shared_bytes + thread_count(plan, threads) * round_up(plan.scratch_bytes, 64);
+}
+
+void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec) {
+  const problem& p = plan.p;
+  const dtype_kernels& kernels = plan.table->dtype[p.dtype];
+  kernel_call c = make_call(plan);
+  set_tensors(c, tensors);
+
+  const int64_t threads = is_short(plan) ? 1 : std::min<int64_t>(thread_count(plan, exec.threads), usable_threads(exec));
+  workspace memory(workspace_bytes(plan, exec.threads), exec);
+  c.partial_out = plan.partial_out_bytes > 0 ? memory.take(plan.partial_out_bytes) : nullptr;
+  c.partial_lse = plan.partial_lse_bytes > 0 ? memory.take(plan.partial_lse_bytes) : nullptr;
+  c.row_lse = plan.row_lse_bytes > 0 ? memory.take(plan.row_lse_bytes) : nullptr;
+  c.column_partials = plan.column_bytes > 0 ? memory.take(plan.column_bytes) : nullptr;
+  char* const slots = memory.take(0);
+  const int64_t slot_bytes = round_up(plan.scratch_bytes, 64);
+
+  const auto rows_of = [&](kernel_task& t, int64_t row_block) {
+    t.row_block = row_block;
+    t.row_begin = row_block * plan.block_q;
+    t.row_end = std::min(t.row_begin + plan.block_q, c.rows);
+  };
+
+  // Tasks of one kv head are neighbours, so that K and V stay in cache; among them the last row block, under a causal mask the
+  // longest, comes first.
+  for_each(plan.tasks, threads, exec, [&](int64_t worker, int64_t i) {
+    kernel_task t{};
+    t.scratch = slots + worker * slot_bytes;
+    t.chunk = i % plan.chunks;
+    i /= plan.chunks;
+    rows_of(t, plan.row_blocks - 1 - i % plan.row_blocks);
+    i /= plan.row_blocks;
+    t.kv_head_begin = i % p.kv_heads;
+    t.kv_head_end = t.kv_head_begin + 1;
+    t.batch = i / p.kv_heads;
+    kernels.attention[plan.kernel](&c, &t);
+  });
+  if (plan.chunks > 1) merge_chunks(plan, c, threads, exec);
+
+  const bool all_heads = p.has_output(MH_OUTPUT_MEAN_WEIGHTS);
+  for_each(second_pass_tasks(plan), threads, exec, [&](int64_t worker, int64_t i) {
+    kernel_task t{};
+    t.scratch = slots + worker * slot_bytes;
+    rows_of(t, i % plan.row_blocks);
+    i /= plan.row_blocks;
+    t.kv_head_begin = all_heads ? 0 : i % p.kv_heads;
+    t.kv_head_end = all_heads ? p.kv_heads : t.kv_head_begin + 1;
+    t.batch = all_heads ? i : i / p.kv_heads;
+    kernels.weights(&c, &t);
+  });
+
+  if (p.has_output(MH_OUTPUT_COLUMN_SUMS)) {
+    for_each(p.batch * p.heads, threads, exec, [&](int64_t, int64_t i) {
+      if (p.is_f64()) {
+        add_columns(c, p, static_cast<double*>(tensors.column_sums), i);
+      } else {
+        add_columns(c, p, static_cast<float*>(tensors.column_sums), i);
+      }
+    });
+  }
+}
+
+void parallel_for(int64_t n, const mh_exec& exec, void (*fn)(void* arg, int64_t index), void* arg) {
+  for_each(n, usable_threads(exec), exec, [=](int64_t, int64_t i) { fn(arg, i); });
+}
+
+}  // namespace manyhead
