@@ -101,7 +101,7 @@ struct tile_task {
 
   // Divides, transposes and stores a panel. False: something is not finite.
   bool finish(const panel<T>& x, bool careful) {
-    bool finite = true;
+    vec<T> not_finite(T(0));  // 0 times every value: 0, or NaN from the first that is not finite
     const double undo = careful ? ::exp2(careful_shift(c.kv_len)) : 1.0;
     for (int64_t l0 = 0; l0 < x.count; l0 += w) {
       alignas(64) T factor[w];
@@ -110,19 +110,18 @@ struct tile_task {
         if (l0 + l >= x.count) continue;
         const int64_t r = x.row + l0 + l;
         const int64_t head = kv_head * c.group + r % c.group;
-        const row_end e = finish_row(x.row_max[l0 + l], x.row_sum[l0 + l], c.exp_scale, sink_of<T>(c, head, task.chunk));
+        const row_end e = finish_row(x.row_max[l0 + l], x.row_sum[l0 + l], c.exp_scale, sink_of<T>(c, head, task.chunk), wants_lse(c));
         factor[l] = static_cast<T>(e.factor * undo);
-        write_lse<T>(c, task.batch, head, r / c.group, task.chunk, e.lse);
+        if (wants_lse(c)) write_lse<T>(c, task.batch, head, r / c.group, task.chunk, e.lse);
       }
       const vec<T> factors = load(factor);
-      const auto empty = factors == vec<T>(T(0));  // such rows are 0 whatever their sums hold
       for (int64_t d0 = 0; d0 < c.v_dim; d0 += w) {
         const int64_t n = min_of(w, c.v_dim - d0);
         vec<T> x0[w];
         for (int64_t i = 0; i < w; ++i) {
           const vec<T> sum = x.started && i < n ? vec<T>::load_aligned(x.out + (d0 + i) * x.width() + l0) : vec<T>(T(0));
-          x0[i] = xsimd::select(empty, vec<T>(T(0)), sum * factors);
-          finite = finite && xsimd::all(x0[i] - x0[i] == vec<T>(T(0)));
+          x0[i] = sum * factors;
+          not_finite = xsimd::fma(x0[i], vec<T>(T(0)), not_finite);
         }
         transpose<T>(x0);
         for (int64_t l = 0; l < w && l0 + l < x.count; ++l) {
@@ -131,7 +130,7 @@ struct tile_task {
         }
       }
     }
-    return finite;
+    return xsimd::all(not_finite == vec<T>(T(0)));
   }
 
   void run() {

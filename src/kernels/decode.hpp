@@ -228,21 +228,21 @@ struct decode_task {
 
   // Divides and stores. False: something is not finite.
   bool finish(bool careful) {
-    bool finite = true;
+    vec<T> not_finite(T(0));
     const double undo = careful ? ::exp2(careful_shift(c.kv_len)) : 1.0;
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t row = task.row_begin + r;
       const int64_t head = kv_head * c.group + row % c.group;
-      const row_end e = finish_row(row_max[r], row_sum[r], c.exp_scale, sink_of<T>(c, head, task.chunk));
-      write_lse<T>(c, task.batch, head, row / c.group, task.chunk, e.lse);
+      const row_end e = finish_row(row_max[r], row_sum[r], c.exp_scale, sink_of<T>(c, head, task.chunk), wants_lse(c));
+      if (wants_lse(c)) write_lse<T>(c, task.batch, head, row / c.group, task.chunk, e.lse);
       const T factor = static_cast<T>(e.factor * undo);
       for (int64_t d = 0; d < c.v_dim; d += w) {
-        const vec<T> x = factor == T(0) ? vec<T>(T(0)) : load(out + r * v_dim + d) * vec<T>(factor);
-        finite = finite && xsimd::all(x - x == vec<T>(T(0)));
+        const vec<T> x = load(out + r * v_dim + d) * vec<T>(factor);
+        not_finite = xsimd::fma(x, vec<T>(T(0)), not_finite);
         write_values<D>(c, task.batch, head, row / c.group, task.chunk, d, min_of(w, c.v_dim - d), x);
       }
     }
-    return finite;
+    return xsimd::all(not_finite == vec<T>(T(0)));
   }
 
   void run() {

@@ -177,6 +177,8 @@ MH_INLINE double sink_of(const kernel_call& c, int64_t head, int64_t chunk) {
   return c.sinks != nullptr && chunk == 0 ? static_cast<double>(static_cast<const T*>(c.sinks)[head]) : -__builtin_inf();
 }
 
+MH_INLINE bool wants_lse(const kernel_call& c) { return c.lse != nullptr || c.row_lse != nullptr || c.chunks > 1; }
+
 // Writes a row's lse (base 2) where it is wanted.
 template <class T>
 MH_INLINE void write_lse(const kernel_call& c, int64_t batch, int64_t head, int64_t query, int64_t chunk, double lse) {

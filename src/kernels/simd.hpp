@@ -63,13 +63,20 @@ MH_INLINE void store(T* p, vec<T> x) {
   x.store_unaligned(p);
 }
 
-// The larger of a constant and x, NaN where x is NaN. (x86's max returns its second operand then; others need the select.)
+// The larger of a constant and x, NaN where x is NaN: x86's instruction returns its second operand then (xsimd's max has had either order).
 template <class T>
 MH_INLINE vec<T> at_least(T low, vec<T> x) {
-#if defined(__x86_64__) && !XSIMD_WITH_EMULATED
-  return xsimd::max(vec<T>(low), x);
-#else
+#if XSIMD_WITH_EMULATED || !defined(__x86_64__)
   return xsimd::select(x < vec<T>(low), vec<T>(low), x);
+#elif defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) return _mm512_max_ps(vec<T>(low), x);
+  if constexpr (sizeof(T) == 8) return _mm512_max_pd(vec<T>(low), x);
+#elif defined(__AVX2__)
+  if constexpr (sizeof(T) == 4) return _mm256_max_ps(vec<T>(low), x);
+  if constexpr (sizeof(T) == 8) return _mm256_max_pd(vec<T>(low), x);
+#else
+  if constexpr (sizeof(T) == 4) return _mm_max_ps(vec<T>(low), x);
+  if constexpr (sizeof(T) == 8) return _mm_max_pd(vec<T>(low), x);
 #endif
 }
 
@@ -147,23 +154,66 @@ MH_INLINE vec<T> tanh_of(vec<T> x) {
   return xsimd::select(xsimd::abs(x) < B(T(0.35)), small, big);
 }
 
-// W vectors of W lanes, transposed in place by log2(W) rounds of zips (each round moves one bit of the index): 4 shuffles a vector at 16
-// lanes, which is what the hand-written networks need too.
+// W vectors of W lanes, transposed in place. xsimd's own for AVX-512 goes through memory, so here are the usual networks: pairs, pairs of
+// pairs, then 128-bit quarters; 4 shuffles a vector for float, 3 for double, and no more registers than the vectors themselves.
+#if defined(__AVX512F__)
 template <class T>
 MH_INLINE void transpose(vec<T> (&x)[lanes<T>]) {
-  constexpr int n = static_cast<int>(lanes<T>);
-#pragma GCC unroll 4
-  for (int step = 1; step < n; step *= 2) {
-    vec<T> y[n];
+  if constexpr (sizeof(T) == 4) {
+    __m512 r[16];
 #pragma GCC unroll 8
-    for (int i = 0; i < n / 2; ++i) {
-      y[2 * i] = xsimd::zip_lo(x[i], x[i + n / 2]);
-      y[2 * i + 1] = xsimd::zip_hi(x[i], x[i + n / 2]);
+    for (int i = 0; i < 16; i += 2) {
+      r[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);
+      r[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
     }
-#pragma GCC unroll 16
-    for (int i = 0; i < n; ++i) x[i] = y[i];
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) {
+      const __m512d a = _mm512_castps_pd(r[i]);
+      const __m512d b = _mm512_castps_pd(r[i + 1]);
+      const __m512d c = _mm512_castps_pd(r[i + 2]);
+      const __m512d d = _mm512_castps_pd(r[i + 3]);
+      r[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, c));
+      r[i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, c));
+      r[i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(b, d));
+      r[i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(b, d));
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      const __m512 even = _mm512_shuffle_f32x4(r[i], r[4 + i], 0x88);
+      const __m512 odd = _mm512_shuffle_f32x4(r[i], r[4 + i], 0xdd);
+      const __m512 even2 = _mm512_shuffle_f32x4(r[8 + i], r[12 + i], 0x88);
+      const __m512 odd2 = _mm512_shuffle_f32x4(r[8 + i], r[12 + i], 0xdd);
+      x[i] = _mm512_shuffle_f32x4(even, even2, 0x88);
+      x[4 + i] = _mm512_shuffle_f32x4(odd, odd2, 0x88);
+      x[8 + i] = _mm512_shuffle_f32x4(even, even2, 0xdd);
+      x[12 + i] = _mm512_shuffle_f32x4(odd, odd2, 0xdd);
+    }
+  } else {
+    __m512d r[8];
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2) {
+      r[i] = _mm512_unpacklo_pd(x[i], x[i + 1]);
+      r[i + 1] = _mm512_unpackhi_pd(x[i], x[i + 1]);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+      const __m512d even = _mm512_shuffle_f64x2(r[i], r[2 + i], 0x88);
+      const __m512d odd = _mm512_shuffle_f64x2(r[i], r[2 + i], 0xdd);
+      const __m512d even2 = _mm512_shuffle_f64x2(r[4 + i], r[6 + i], 0x88);
+      const __m512d odd2 = _mm512_shuffle_f64x2(r[4 + i], r[6 + i], 0xdd);
+      x[i] = _mm512_shuffle_f64x2(even, even2, 0x88);
+      x[2 + i] = _mm512_shuffle_f64x2(odd, odd2, 0x88);
+      x[4 + i] = _mm512_shuffle_f64x2(even, even2, 0xdd);
+      x[6 + i] = _mm512_shuffle_f64x2(odd, odd2, 0xdd);
+    }
   }
 }
+#else
+template <class T>
+MH_INLINE void transpose(vec<T> (&x)[lanes<T>]) {
+  xsimd::transpose(x, x + lanes<T>);
+}
+#endif
 
 // Bit i of the result: byte i of p is not zero. n <= 32 bytes are read, every `stride` apart.
 MH_INLINE uint32_t nonzero_bytes(const uint8_t* p, int64_t stride, int64_t n) {

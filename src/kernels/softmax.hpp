@@ -84,7 +84,7 @@ struct row_end {
 };
 
 // top: the row's maximum in score units; sink: -inf for none, natural units.
-MH_INLINE row_end finish_row(double top, double sum, double exp_scale, double sink) {
+MH_INLINE row_end finish_row(double top, double sum, double exp_scale, double sink, bool wants_lse) {
   const double log2e = 1.4426950408889634074;
   const double none = -__builtin_inf();
   double high = sum > 0 || sum != sum ? top * exp_scale : none;
@@ -95,9 +95,9 @@ MH_INLINE row_end finish_row(double top, double sum, double exp_scale, double si
     const double new_high = high > sink2 ? high : sink2;
     total = (high == none ? 0 : sum * ::exp2(high - new_high)) + ::exp2(sink2 - new_high);
     const double factor = high == none ? 0 : ::exp2(high - new_high) / total;
-    return {factor, new_high + ::log2(total)};
+    return {factor, wants_lse ? new_high + ::log2(total) : 0};
   }
-  return {1 / total, high + ::log2(total)};
+  return {1 / total, wants_lse ? high + ::log2(total) : 0};
 }
 
 }  // namespace

@@ -1,0 +1,197 @@
+// See machine.hpp. Everything but the cap on threads is read once; what cannot be found out keeps its default there.
+#include "machine.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <charconv>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <memory>
+#include <thread>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#if defined(__linux__)
+#include <sched.h>
+#include <unistd.h>
+#endif
+
+namespace manyhead {
+namespace {
+
+std::string first_line(const std::string& path) {
+  std::string line;
+  std::ifstream file(path);
+  std::getline(file, line);
+  return line;
+}
+
+#if defined(__x86_64__)
+// The builtin also asks the operating system (XGETBV) whether it saves the wide registers.
+void find_levels(machine& m) {
+  __builtin_cpu_init();
+  const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
+                  __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("lzcnt") &&
+                  __builtin_cpu_supports("popcnt");
+  const bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512cd") &&
+                  __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                  __builtin_cpu_supports("avx512vl");
+  m.has_level[static_cast<int>(cpu_level::x86_floor)] = true;
+  m.has_level[static_cast<int>(cpu_level::x86_v3)] = v3;
+  m.has_level[static_cast<int>(cpu_level::x86_v4)] = v4;
+}
+
+std::string find_name() {
+  unsigned words[12] = {};
+  for (unsigned i = 0; i < 3; ++i) {
+    unsigned* w = words + 4 * i;
+    if (!__get_cpuid(0x80000002u + i, w, w + 1, w + 2, w + 3)) return "x86-64";
+  }
+  char text[sizeof words + 1] = {};
+  std::memcpy(text, words, sizeof words);
+  const std::string name(text + std::strspn(text, " "));
+  return name.substr(0, name.find_last_not_of(' ') + 1);
+}
+#else
+void find_levels(machine& m) {
+#if defined(__aarch64__)
+  m.has_level[static_cast<int>(cpu_level::arm_floor)] = true;  // Advanced SIMD belongs to the architecture
+#else
+  static_cast<void>(m);
+#endif
+}
+
+std::string find_name() {
+  std::ifstream file("/proc/cpuinfo");
+  for (std::string line; std::getline(file, line);) {
+    const size_t colon = line.find(": ");
+    if (line.starts_with("model name") && colon != line.npos) return line.substr(colon + 2);
+  }
+#if defined(__aarch64__)
+  return "AArch64";
+#else
+  return "unknown";
+#endif
+}
+#endif
+
+#if defined(__linux__)
+// "48K", "2048K", "32M" -> bytes; 0 = unreadable.
+int64_t parse_size(const std::string& text) {
+  int64_t size = 0;
+  const auto end = std::from_chars(text.data(), text.data() + text.size(), size).ptr;
+  const char unit = end == text.data() + text.size() ? ' ' : *end;
+  return unit == 'M' ? size << 20 : unit == 'K' ? size << 10 : size;
+}
+
+// What the kernel says of the first CPU, else the C library (which asks the CPU): a container may lack /sys, a virtual machine
+// may show no caches.
+void find_caches(machine& m) {
+  struct {
+    int64_t* bytes;
+    char level;
+    int name;
+  } caches[] = {
+#if defined(_SC_LEVEL1_DCACHE_SIZE)
+      {&m.l1_bytes, '1', _SC_LEVEL1_DCACHE_SIZE},
+      {&m.l2_bytes, '2', _SC_LEVEL2_CACHE_SIZE},
+      {&m.l3_bytes, '3', _SC_LEVEL3_CACHE_SIZE},
+#else
+      {&m.l1_bytes, '1', -1},
+      {&m.l2_bytes, '2', -1},
+      {&m.l3_bytes, '3', -1},
+#endif
+  };
+  for (auto& cache : caches) {
+    int64_t found = 0;
+    for (int i = 0; i < 8 && found == 0; ++i) {
+      const std::string dir = "/sys/devices/system/cpu/cpu0/cache/index" + std::to_string(i) + "/";
+      const std::string level = first_line(dir + "level"), type = first_line(dir + "type");
+      if (level == std::string(1, cache.level) && type != "Instruction") found = parse_size(first_line(dir + "size"));
+    }
+    if (found <= 0 && cache.name >= 0) found = sysconf(cache.name);
+    if (found > 0) *cache.bytes = found;
+  }
+}
+
+// CPU time that the control group of this process, or one above it, may use, in CPUs, rounded up; `most` where there is no
+// limit. "max 100000" or "<quota> <period>" in cpu.max; files of the older version 1 are not read.
+int32_t quota_cpus(int32_t most) {
+  std::string group;
+  std::ifstream file("/proc/self/cgroup");
+  for (std::string line; std::getline(file, line);) {
+    if (line.starts_with("0::/")) group = line.substr(3);
+  }
+  for (;;) {
+    const std::string limit = first_line("/sys/fs/cgroup" + group + "/cpu.max");
+    int64_t quota = 0, period = 0;
+    const char* end = limit.data() + limit.size();
+    const auto parsed = std::from_chars(limit.data(), end, quota);
+    if (parsed.ec == std::errc() && parsed.ptr != end) std::from_chars(parsed.ptr + 1, end, period);
+    if (quota > 0 && period > 0) most = static_cast<int32_t>(std::min<int64_t>(most, (quota + period - 1) / period));
+    if (group.empty()) return most;
+    group.resize(group.rfind('/'));
+  }
+}
+
+int32_t find_cpus() {
+  for (int room = 1024; room <= 1 << 20; room *= 2) {  // the call fails where the machine has more CPUs than there is room for
+    const std::unique_ptr<cpu_set_t, void (*)(cpu_set_t*)> set(CPU_ALLOC(room), [](cpu_set_t* s) { CPU_FREE(s); });
+    if (set == nullptr) break;
+    const size_t size = CPU_ALLOC_SIZE(room);
+    if (sched_getaffinity(0, size, set.get()) == 0) return quota_cpus(std::max(CPU_COUNT_S(size, set.get()), 1));
+  }
+  return static_cast<int32_t>(std::max(std::thread::hardware_concurrency(), 1u));
+}
+#else
+void find_caches(machine&) {}
+int32_t find_cpus() { return static_cast<int32_t>(std::max(std::thread::hardware_concurrency(), 1u)); }
+#endif
+
+void read_environment(machine& m) {
+  if (const char* isa = std::getenv("MH_ISA")) m.isa_request = isa;
+  const char* threads = std::getenv("MH_THREADS");
+  if (threads == nullptr || *threads == 0) return;
+  const char* end = threads + std::strlen(threads);
+  int32_t number = 0;
+  const auto parsed = std::from_chars(threads, end, number);
+  if (parsed.ec == std::errc() && parsed.ptr == end && number >= 0) {
+    m.threads_request = number;
+  } else {
+    m.threads_error = "the environment variable MH_THREADS is \"" + std::string(threads) +
+                      "\", must be a whole number >= 0 (0 = no cap)";
+  }
+}
+
+machine detect() {
+  machine m;
+  m.has_level[static_cast<int>(cpu_level::any)] = true;
+  find_levels(m);
+  m.cpu_name = find_name();
+  find_caches(m);
+  m.cpus = find_cpus();
+  read_environment(m);
+  return m;
+}
+
+std::atomic<int32_t> cap{-1};  // -1: never set, so MH_THREADS counts; 0: removed
+
+}  // namespace
+
+const machine& this_machine() {
+  static const machine m = detect();
+  return m;
+}
+
+int32_t max_threads() {
+  const machine& m = this_machine();
+  const int32_t set = cap.load(std::memory_order_relaxed);
+  const int32_t wanted = set >= 0 ? set : m.threads_request;
+  return wanted > 0 ? wanted : m.cpus;
+}
+
+void set_max_threads(int32_t threads) { cap.store(threads, std::memory_order_relaxed); }
+
+}  // namespace manyhead

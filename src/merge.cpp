@@ -1,0 +1,153 @@
+// See merge.hpp.
+#include "merge.hpp"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+
+#include "check.hpp"
+#include "registry.hpp"
+#include "scheduler.hpp"
+
+namespace manyhead {
+namespace {
+
+mh_merge read_merge(const mh_merge& user) {
+  const mh_merge m = read_struct(&user, offsetof(mh_merge, outs_strides), "merge");
+  check_at_least("states", m.states, 0);
+  check_at_least("batch", m.batch, 0);
+  check_at_least("heads", m.heads, 1);
+  check_at_least("q_len", m.q_len, 0);
+  check_at_least("v_dim", m.v_dim, 1);
+  check_enum("dtype", m.dtype, MH_DTYPE_F16);
+  check_bits("flags", m.flags, MH_FLAG_STRIDES);
+  check_enum("lse_base", m.lse_base, MH_LSE_BASE2);
+  check_zero("reserved0", m.reserved0);
+  return m;
+}
+
+array checked(const mh_merge& m, const char* name, const void* data, int64_t element, std::initializer_list<int64_t> dims,
+              const int64_t* strides) {
+  array a = {name, data, static_cast<int>(dims.size()), element, {}, {}};
+  std::copy(dims.begin(), dims.end(), a.dims);
+  std::copy_n(strides, a.rank, a.strides);
+  check_shape(a);
+  complete_strides(a, (m.flags & MH_FLAG_STRIDES) != 0);
+  check_strides(a);
+  check_pointer(a);
+  return a;
+}
+
+array out_array(const mh_merge& m, const char* name, const void* data, const int64_t* strides) {
+  return checked(m, name, data, dtype_size(m.dtype), {m.batch, m.heads, m.q_len, m.v_dim}, strides);
+}
+
+array lse_array(const mh_merge& m, const char* name, const void* data, const int64_t* strides) {
+  return checked(m, name, data, real_size(m.dtype), {m.batch, m.heads, m.q_len}, strides);
+}
+
+bool same(const array& a, const array& b) {
+  return a.data == b.data && std::equal(a.strides, a.strides + a.rank, b.strides);
+}
+
+struct rows_work {
+  merge_fn merge;
+  merge_args args;
+  int64_t rows, block;
+};
+
+// args: states, outs, lses and their strides are set.
+void merge_rows(const mh_merge& m, merge_args args, const array& out, void* out_data, const array& lse, void* lse_data) {
+  args.heads = m.heads;
+  args.q_len = m.q_len;
+  args.v_dim = m.v_dim;
+  args.out = out_data;
+  args.lse = lse_data;
+  args.row_lse = nullptr;
+  std::copy_n(out.strides, 4, args.out_strides);
+  std::copy_n(lse.strides, 3, args.lse_strides);
+  args.lses_base = args.lse_base = m.lse_base;
+
+  // Blocks of rows worth about ten microseconds; a single one is run without waking a thread.
+  constexpr int64_t block_values = 1 << 16;
+  rows_work work = {current_isa().dtype[m.dtype].merge, args, m.batch * m.heads * m.q_len, 0};
+  work.block = std::max<int64_t>(block_values / std::max<int64_t>(m.states, 1) / m.v_dim, 1);
+  const auto run_block = [](void* arg, int64_t index) {
+    const auto& w = *static_cast<const rows_work*>(arg);
+    w.merge(&w.args, index * w.block, std::min(w.rows, (index + 1) * w.block));
+  };
+  mh_exec exec = {};
+  exec.struct_size = sizeof exec;
+  parallel_for((work.rows + work.block - 1) / work.block, exec, run_block, &work);
+}
+
+struct outputs {
+  array out, lse;
+};
+
+outputs check_outputs(const mh_merge& m, void* out, void* lse) {
+  outputs result = {out_array(m, "out", out, m.out_strides), {"lse", nullptr, 3, real_size(m.dtype), {0, 0, 0}, {}}};
+  check_distinct(result.out);
+  if (lse != nullptr) {
+    result.lse = lse_array(m, "lse", lse, m.lse_strides);
+    check_distinct(result.lse);
+    check_apart(result.out, result.lse);
+  }
+  return result;
+}
+
+}  // namespace
+
+void merge_states(const mh_merge& user, const void* outs, const void* lses, void* out, void* lse) {
+  const mh_merge m = read_merge(user);
+  const outputs to = check_outputs(m, out, lse);
+  const array out_states = checked(m, "outs", outs, dtype_size(m.dtype),
+                                   {m.states, m.batch, m.heads, m.q_len, m.v_dim}, m.outs_strides);
+  const array lse_states =
+      checked(m, "lses", lses, real_size(m.dtype), {m.states, m.batch, m.heads, m.q_len}, m.lses_strides);
+  for (const array* output : {&to.out, &to.lse}) {
+    check_apart(*output, out_states);
+    check_apart(*output, lse_states);
+  }
+  merge_args args = {};
+  args.states = m.states;
+  args.outs = outs;
+  args.lses = lses;
+  std::copy_n(out_states.strides, 5, args.outs_strides);
+  std::copy_n(lse_states.strides, 4, args.lses_strides);
+  merge_rows(m, args, to.out, out, to.lse, lse);
+}
+
+void merge_state(const mh_merge& user, const void* out_a, const void* lse_a, const void* out_b, const void* lse_b,
+                 void* out, void* lse) {
+  const mh_merge m = read_merge(user);
+  if (m.states != 0 && m.states != 2) invalid("states is ", m.states, ", must be 0 or 2");
+  const outputs to = check_outputs(m, out, lse);
+  const array outs[] = {out_array(m, "out_a", out_a, m.outs_strides + 1),
+                        out_array(m, "out_b", out_b, m.outs_strides + 1)};
+  const array lses[] = {lse_array(m, "lse_a", lse_a, m.lses_strides + 1),
+                        lse_array(m, "lse_b", lse_b, m.lses_strides + 1)};
+  // State a may be updated in place: the kernel reads a row of all states before it writes that row.
+  for (int i = 0; i < 2; ++i) {
+    if (i != 0 || !same(to.out, outs[i])) check_apart(to.out, outs[i]);
+    if (i != 0 || !same(to.lse, lses[i])) check_apart(to.lse, lses[i]);
+    check_apart(to.out, lses[i]);
+    check_apart(to.lse, outs[i]);
+  }
+  // The two states are a stride apart: both pointers are multiples of the element size, so it is a whole number.
+  const auto distance = [](const array& a, const array& b) {
+    return static_cast<int64_t>(reinterpret_cast<uintptr_t>(b.data) - reinterpret_cast<uintptr_t>(a.data)) / a.element;
+  };
+  merge_args args = {};
+  args.states = 2;
+  args.outs = out_a;
+  args.lses = lse_a;
+  args.outs_strides[0] = distance(outs[0], outs[1]);
+  args.lses_strides[0] = distance(lses[0], lses[1]);
+  std::copy_n(outs[0].strides, 4, args.outs_strides + 1);
+  std::copy_n(lses[0].strides, 3, args.lses_strides + 1);
+  merge_rows(m, args, to.out, out, to.lse, lse);
+}
+
+}  // namespace manyhead

@@ -1,0 +1,329 @@
+// See problem.hpp. Every tensor is one row of operands(); the checks of shapes, strides, pointers and overlaps walk that list.
+#include "problem.hpp"
+
+#include <algorithm>
+#include <cfloat>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "check.hpp"
+
+namespace manyhead {
+namespace {
+
+// Positions are sums and differences of an offset, a window bound and indices (< 2^59, see check_arrays):
+// these limits keep them below 2^63.
+constexpr int64_t max_offset = (int64_t{1} << 62) - 1;
+constexpr int64_t max_window = int64_t{1} << 61;
+
+constexpr uint32_t known_flags = MH_FLAG_SCALE | MH_FLAG_STRIDES | MH_FLAG_WINDOW;
+constexpr uint32_t known_inputs = MH_INPUT_MASK | MH_INPUT_BIAS | MH_INPUT_KEY_MASK | MH_INPUT_SEQUSED_K |
+                                  MH_INPUT_Q_OFFSET | MH_INPUT_ALIBI | MH_INPUT_SINKS;
+constexpr uint32_t known_outputs =
+    MH_OUTPUT_LSE | MH_OUTPUT_WEIGHTS | MH_OUTPUT_MEAN_WEIGHTS | MH_OUTPUT_COLUMN_SUMS | MH_OUTPUT_SCORES;
+
+struct operand {
+  array a;                 // strides not filled in
+  const int64_t* strides;  // a.rank of them
+  bool own_strides;        // they are a field of mh_problem, zeros mean contiguous
+  bool output;
+  uint32_t bit;        // of inputs or outputs; 0 = always there
+  const char* bit_name;
+
+  bool present(const problem& p) const noexcept { return bit == 0 || ((output ? p.outputs : p.inputs) & bit) != 0; }
+};
+
+constexpr int operand_count = 16;
+constexpr int64_t dense[1] = {1};
+
+// Every tensor of mh_tensors, with the dims that manyhead.h gives. Masks, biases and lengths do not describe the extra keys.
+struct operand_list {
+  int64_t slopes_strides[2];  // the only ones that mh_problem gives in another form
+  operand items[operand_count];
+
+  operand_list(const problem& p, const mh_tensors& t) noexcept
+      : slopes_strides{p.alibi_batch_stride, 1} {
+    const int64_t io = dtype_size(p.dtype), real = real_size(p.dtype), bias = dtype_size(p.bias_dtype);
+    const int64_t index = p.index_type == MH_INDEX_I64 ? 8 : 4;
+    const int64_t b = p.batch, h = p.heads, g = p.kv_heads, m = p.q_len, n = p.kv_len, own = n - p.extra_keys;
+    const auto in = [](array a, const int64_t* strides, uint32_t bit = 0, const char* bit_name = "") {
+      return operand{a, strides, true, false, bit, bit_name};
+    };
+    const auto fixed = [](array a, const int64_t* strides, uint32_t bit, const char* bit_name) {
+      return operand{a, strides, false, false, bit, bit_name};
+    };
+    const auto out = [](array a, const int64_t* strides, uint32_t bit = 0, const char* bit_name = "") {
+      return operand{a, strides, true, true, bit, bit_name};
+    };
+    const operand all[] = {
+        in({"q", t.q, 4, io, {b, h, m, p.head_dim}, {}}, p.q_strides),
+        in({"k", t.k, 4, io, {b, g, n, p.head_dim}, {}}, p.k_strides),
+        in({"v", t.v, 4, io, {b, g, n, p.v_dim}, {}}, p.v_strides),
+        in({"mask", t.mask, 4, 1, {b, h, m, own}, {}}, p.mask_strides, MH_INPUT_MASK, "MH_INPUT_MASK"),
+        in({"bias", t.bias, 4, bias, {b, h, m, own}, {}}, p.bias_strides, MH_INPUT_BIAS, "MH_INPUT_BIAS"),
+        in({"key_mask", t.key_mask, 2, 1, {b, own}, {}}, p.key_mask_strides, MH_INPUT_KEY_MASK, "MH_INPUT_KEY_MASK"),
+        fixed({"seqused_k", t.seqused_k, 1, index, {b}, {}}, dense, MH_INPUT_SEQUSED_K, "MH_INPUT_SEQUSED_K"),
+        fixed({"q_offset", t.q_offset, 1, index, {b}, {}}, dense, MH_INPUT_Q_OFFSET, "MH_INPUT_Q_OFFSET"),
+        fixed({"alibi_slopes", t.alibi_slopes, 2, real, {b, h}, {}}, slopes_strides, MH_INPUT_ALIBI, "MH_INPUT_ALIBI"),
+        fixed({"sinks", t.sinks, 1, real, {h}, {}}, dense, MH_INPUT_SINKS, "MH_INPUT_SINKS"),
+        out({"out", t.out, 4, io, {b, h, m, p.v_dim}, {}}, p.out_strides),
+        out({"lse", t.lse, 3, real, {b, h, m}, {}}, p.lse_strides, MH_OUTPUT_LSE, "MH_OUTPUT_LSE"),
+        out({"weights", t.weights, 4, real, {b, h, m, n}, {}}, p.weights_strides, MH_OUTPUT_WEIGHTS,
+            "MH_OUTPUT_WEIGHTS"),
+        out({"mean_weights", t.mean_weights, 3, real, {b, m, n}, {}}, p.mean_weights_strides, MH_OUTPUT_MEAN_WEIGHTS,
+            "MH_OUTPUT_MEAN_WEIGHTS"),
+        out({"column_sums", t.column_sums, 3, real, {b, h, n}, {}}, p.column_sums_strides, MH_OUTPUT_COLUMN_SUMS,
+            "MH_OUTPUT_COLUMN_SUMS"),
+        out({"scores", t.scores, 4, real, {b, h, m, n}, {}}, p.scores_strides, MH_OUTPUT_SCORES, "MH_OUTPUT_SCORES"),
+    };
+    static_assert(std::size(all) == operand_count);
+    std::copy(std::begin(all), std::end(all), items);
+    for (operand& o : items) std::copy_n(o.strides, o.a.rank, o.a.strides);
+  }
+};
+
+void check_dims(problem& p) {
+  check_at_least("batch", p.batch, 0);
+  check_at_least("heads", p.heads, 1);
+  check_at_least("kv_heads", p.kv_heads, 0);
+  check_at_least("q_len", p.q_len, 0);
+  check_at_least("kv_len", p.kv_len, 0);
+  check_at_least("head_dim", p.head_dim, 1);
+  check_at_least("v_dim", p.v_dim, 0);
+  if (p.kv_heads == 0) p.kv_heads = p.heads;
+  if (p.v_dim == 0) p.v_dim = p.head_dim;
+  if (p.heads % p.kv_heads != 0) invalid("kv_heads is ", p.kv_heads, ", must divide heads = ", p.heads);
+  if (p.extra_keys < 0 || p.extra_keys > p.kv_len) {
+    invalid("extra_keys is ", p.extra_keys, ", must be 0..kv_len = ", p.kv_len);
+  }
+}
+
+void check_enums(problem& p) {
+  check_enum("dtype", p.dtype, MH_DTYPE_F16);
+  check_bits("flags", p.flags, known_flags);
+  check_bits("inputs", p.inputs, known_inputs);
+  check_bits("outputs", p.outputs, known_outputs);
+  check_enum("causal", p.causal, 1);
+  check_enum("align", p.align, MH_ALIGN_OFFSET);
+  check_enum("alibi_mode", p.alibi_mode, MH_ALIBI_SIGNED);
+  check_enum("lse_base", p.lse_base, MH_LSE_BASE2);
+  check_enum("scores_stage", p.scores_stage, MH_SCORES_BIASED);
+  check_enum("bias_dtype", p.bias_dtype, MH_DTYPE_F16);
+  check_enum("index_type", p.index_type, MH_INDEX_I64);
+  check_zero("reserved0", p.reserved0);
+  if (p.alibi_mode != MH_ALIBI_ABS && !p.has_input(MH_INPUT_ALIBI)) {
+    invalid("alibi_mode is ", p.alibi_mode, ", but inputs lacks MH_INPUT_ALIBI");
+  }
+  if (p.scores_stage != MH_SCORES_RAW && !p.has_output(MH_OUTPUT_SCORES)) {
+    invalid("scores_stage is ", p.scores_stage, ", but outputs lacks MH_OUTPUT_SCORES");
+  }
+}
+
+// Both numbers reach the kernels as float, or double for f64: what would become infinite or 0 there is refused.
+void check_numbers(problem& p) {
+  const double largest = p.is_f64() ? DBL_MAX : FLT_MAX, smallest = p.is_f64() ? DBL_MIN : FLT_MIN;
+  const double log2_e = 1.44269504088896340736;  // kernels multiply the scale by it
+  if (!(std::fabs(p.scale) <= largest / log2_e)) {
+    invalid("scale is ", p.scale, ", must be a finite number of the arithmetic (f64 for f64, else f32)");
+  }
+  if (p.softcap != 0 && !(p.softcap >= smallest && p.softcap <= largest)) {
+    invalid("softcap is ", p.softcap, ", must be 0 (off) or a positive finite number");
+  }
+  if (p.scale == 0 && (p.flags & MH_FLAG_SCALE) == 0) p.scale = 1 / std::sqrt(static_cast<double>(p.head_dim));
+  p.flags |= MH_FLAG_SCALE;
+}
+
+void check_window_bound(const char* name, int64_t bound) {
+  if (bound < -1 || bound > max_window) invalid(name, " is ", bound, ", must be -1 (no bound) or 0..2^61");
+}
+
+// Windows, causal, ALiBi: what makes the position of a row matter, and then where row 0 stands.
+void check_positions(problem& p) {
+  check_window_bound("window_left", p.window_left);
+  check_window_bound("window_right", p.window_right);
+  if ((p.flags & MH_FLAG_WINDOW) == 0) {
+    const bool unset = p.window_left == 0 && p.window_right == 0;
+    const bool unbounded = p.window_left == -1 && p.window_right == -1;
+    if (!unset && !unbounded) {
+      invalid("window_left is ", p.window_left, " and window_right is ", p.window_right,
+              ", but flags lacks MH_FLAG_WINDOW");
+    }
+    p.window_left = p.window_right = -1;
+  }
+  const bool window = p.window_left >= 0 || p.window_right >= 0;
+  p.flags = window ? p.flags | MH_FLAG_WINDOW : p.flags & ~MH_FLAG_WINDOW;
+
+  const bool array = p.has_input(MH_INPUT_Q_OFFSET);
+  if (array && p.align != MH_ALIGN_OFFSET) {
+    invalid("align is ", p.align, ", must be MH_ALIGN_OFFSET with MH_INPUT_Q_OFFSET");
+  }
+  if (p.q_offset != 0 && (array || p.align != MH_ALIGN_OFFSET)) {
+    invalid("q_offset is ", p.q_offset, ", must be 0 ",
+            array ? "with MH_INPUT_Q_OFFSET" : "where align is not MH_ALIGN_OFFSET");
+  }
+  if (p.q_offset < -max_offset || p.q_offset > max_offset) {
+    invalid("q_offset is ", p.q_offset, ", must be between -2^62 and 2^62");
+  }
+
+  if (p.align == MH_ALIGN_UNSET) {
+    const char* user = p.causal ? "causal" : window ? "a window" : p.has_input(MH_INPUT_ALIBI) ? "ALiBi" : nullptr;
+    if (user != nullptr && p.q_len != p.kv_len - p.extra_keys) {
+      invalid("align is MH_ALIGN_UNSET, but with ", user, " and q_len = ", p.q_len,
+              " unequal kv_len = ", p.kv_len - p.extra_keys,
+              " it must be MH_ALIGN_TOP_LEFT or MH_ALIGN_BOTTOM_RIGHT (or MH_ALIGN_OFFSET with q_offset)");
+    }
+    p.align = MH_ALIGN_TOP_LEFT;
+  }
+}
+
+void check_arrays(problem& p) {
+  // Even where no array of scores is written: so that sums over rows and keys cannot overflow anywhere.
+  if (!fits({"", nullptr, 4, 8, {p.batch, p.heads, p.q_len, p.kv_len}, {}})) {
+    invalid("batch = ", p.batch, " x heads = ", p.heads, " x q_len = ", p.q_len, " x kv_len = ", p.kv_len, " overflows");
+  }
+  const bool taken = (p.flags & MH_FLAG_STRIDES) != 0;
+  const mh_tensors none = {};
+  operand_list list(p, none);
+  for (operand& o : list.items) {
+    int64_t* own = const_cast<int64_t*>(o.strides);  // a field of p, or not written
+    if (!o.present(p)) {
+      if (o.own_strides) std::fill_n(own, o.a.rank, 0);
+      continue;
+    }
+    check_shape(o.a);
+    if (o.own_strides) {
+      complete_strides(o.a, taken);
+      std::copy_n(o.a.strides, o.a.rank, own);
+    }
+    check_strides(o.a);
+    if (o.output) check_distinct(o.a);
+  }
+  if (!p.has_input(MH_INPUT_ALIBI)) p.alibi_batch_stride = 0;
+  p.flags |= MH_FLAG_STRIDES;
+}
+
+int64_t index_at(const void* data, int32_t type, int64_t i) noexcept {
+  return type == MH_INDEX_I64 ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
+}
+
+void check_indices(const problem& p, const mh_tensors& t) {
+  const int64_t most = p.kv_len - p.extra_keys;
+  for (int64_t b = 0; p.has_input(MH_INPUT_SEQUSED_K) && b < p.batch; ++b) {
+    const int64_t used = index_at(t.seqused_k, p.index_type, b);
+    if (used < 0 || used > most) invalid("seqused_k[", b, "] is ", used, ", must be 0..", most);
+  }
+  for (int64_t b = 0; p.has_input(MH_INPUT_Q_OFFSET) && b < p.batch; ++b) {
+    const int64_t offset = index_at(t.q_offset, p.index_type, b);
+    if (offset < -max_offset || offset > max_offset) {
+      invalid("q_offset[", b, "] is ", offset, ", must be between -2^62 and 2^62");
+    }
+  }
+}
+
+// Appends to a fixed buffer; what does not fit is cut off.
+class line {
+ public:
+  explicit line(std::span<char> buffer) noexcept : at_(buffer.data()), end_(buffer.data() + buffer.size() - 1) {
+    *at_ = 0;
+  }
+  line& operator<<(const char* text) noexcept {
+    while (*text != 0 && at_ != end_) *at_++ = *text++;
+    *at_ = 0;
+    return *this;
+  }
+  line& operator<<(number auto value) noexcept { return *this << number_text(value).digits; }
+
+ private:
+  char* at_;
+  char* end_;
+};
+
+// Strides of [batch, length, heads, dim], or of [batch, heads, length, dim], without gaps.
+bool has_layout(bool bshd, const int64_t* s, int64_t heads, int64_t length, int64_t dim, int64_t batch) noexcept {
+  const int64_t head = bshd ? dim : length * dim, row = bshd ? heads * dim : dim;
+  return (batch <= 1 || s[0] == heads * length * dim) && (heads <= 1 || s[1] == head) && (length <= 1 || s[2] == row) &&
+         (dim <= 1 || s[3] == 1);
+}
+
+bool has_layout(bool bshd, const problem& p) noexcept {
+  return has_layout(bshd, p.q_strides, p.heads, p.q_len, p.head_dim, p.batch) &&
+         has_layout(bshd, p.k_strides, p.kv_heads, p.kv_len, p.head_dim, p.batch) &&
+         has_layout(bshd, p.v_strides, p.kv_heads, p.kv_len, p.v_dim, p.batch) &&
+         has_layout(bshd, p.out_strides, p.heads, p.q_len, p.v_dim, p.batch);
+}
+
+}  // namespace
+
+problem validate(const mh_problem& user, int64_t extra_keys) {
+  problem p;
+  static_cast<mh_problem&>(p) = read_struct(&user, offsetof(mh_problem, q_strides), "problem");
+  p.extra_keys = extra_keys;
+  check_dims(p);
+  check_enums(p);
+  check_numbers(p);
+  check_positions(p);
+  check_arrays(p);
+  return p;
+}
+
+mh_tensors check_tensors(const problem& p, const mh_tensors& user) {
+  const mh_tensors t = read_struct(&user, offsetof(mh_tensors, mask), "tensors");
+  const operand_list list(p, t);
+  for (const operand& o : list.items) {
+    if (o.present(p)) {
+      check_pointer(o.a);
+    } else if (o.a.data != nullptr) {
+      invalid(o.a.name, " is not NULL, but the problem's ", o.output ? "outputs" : "inputs", " lacks ", o.bit_name);
+    }
+  }
+  for (const operand& o : list.items) {
+    if (!o.output || !o.present(p)) continue;
+    for (const operand& other : list.items) {
+      if (other.present(p) && (!other.output || &other < &o)) check_apart(o.a, other.a);
+    }
+  }
+  check_indices(p, t);
+  return t;
+}
+
+problem_text to_text(const problem& p) noexcept {
+  problem_text result;
+  line text(result.text);
+  text << dtype_name(p.dtype) << " b" << p.batch << " h" << p.heads;
+  if (p.kv_heads != p.heads) text << "/" << p.kv_heads;
+  text << " q" << p.q_len << " kv" << p.kv_len << " d" << p.head_dim;
+  if (p.v_dim != p.head_dim) text << " v" << p.v_dim;
+  if (p.causal) text << " causal";
+  const bool window = p.window_left >= 0 || p.window_right >= 0;
+  const bool positions = p.causal || window || p.has_input(MH_INPUT_ALIBI);
+  if (p.align == MH_ALIGN_TOP_LEFT && positions && p.q_len != p.kv_len - p.extra_keys) text << " align=tl";
+  if (p.align == MH_ALIGN_BOTTOM_RIGHT) text << " align=br";
+  if (p.align == MH_ALIGN_OFFSET && !p.has_input(MH_INPUT_Q_OFFSET)) text << " align=off:" << p.q_offset;
+  if (window) text << " window=" << p.window_left << "," << p.window_right;
+  if (p.softcap != 0) text << " softcap=" << p.softcap;
+  if (p.scale != 1 / std::sqrt(static_cast<double>(p.head_dim))) text << " scale=" << p.scale;
+  if (p.has_input(MH_INPUT_ALIBI)) text << (p.alibi_mode == MH_ALIBI_SIGNED ? " alibi=signed" : " alibi");
+  if (p.alibi_batch_stride != 0) text << " slopes=bh";
+  if (p.has_input(MH_INPUT_SINKS)) text << " sinks";
+  if (p.has_input(MH_INPUT_MASK)) text << " mask";
+  if (p.has_input(MH_INPUT_BIAS)) text << " bias";
+  if (p.has_input(MH_INPUT_BIAS) && p.bias_dtype != MH_DTYPE_F32) text << "=" << dtype_name(p.bias_dtype);
+  if (p.has_input(MH_INPUT_KEY_MASK)) text << " keymask";
+  if (p.has_input(MH_INPUT_SEQUSED_K)) text << " lens";
+  if (p.has_input(MH_INPUT_Q_OFFSET)) text << " offsets";
+  const bool indices = p.has_input(MH_INPUT_SEQUSED_K) || p.has_input(MH_INPUT_Q_OFFSET);
+  if (indices && p.index_type == MH_INDEX_I64) text << " i64";
+  if (p.extra_keys != 0) text << " extra=" << p.extra_keys;
+  if (p.has_output(MH_OUTPUT_LSE)) text << (p.lse_base == MH_LSE_BASE2 ? " lse2" : " lse");
+  if (p.has_output(MH_OUTPUT_WEIGHTS)) text << " weights";
+  if (p.has_output(MH_OUTPUT_MEAN_WEIGHTS)) text << " meanw";
+  if (p.has_output(MH_OUTPUT_COLUMN_SUMS)) text << " colsums";
+  constexpr const char* stages[] = {"raw", "capped", "biased"};
+  if (p.has_output(MH_OUTPUT_SCORES)) text << " scores=" << stages[p.scores_stage];
+  if (!has_layout(false, p)) text << (has_layout(true, p) ? " bshd" : " strided");
+  return result;
+}
+
+}  // namespace manyhead

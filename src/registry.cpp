@@ -1,0 +1,87 @@
+// See registry.hpp. The rows come from src/kernels/meson.build by way of the generated isa_list.inc, best first; each table is
+// named here, so the linker keeps it and nothing has to register itself at start-up.
+#include "registry.hpp"
+
+#include <atomic>
+#include <iterator>
+#include <string>
+
+#include "check.hpp"
+#include "machine.hpp"
+
+namespace manyhead {
+
+#define MH_ISA_ROW(name, level)             \
+  namespace name {                          \
+  const kernel_table* kernels() noexcept;   \
+  }
+#include "kernels/isa_list.inc"
+#undef MH_ISA_ROW
+
+namespace {
+
+struct isa_row {
+  const char* name;
+  cpu_level level;
+  const kernel_table* (*kernels)() noexcept;
+};
+
+constexpr isa_row rows[] = {
+#define MH_ISA_ROW(name, level) {#name, cpu_level::level, name::kernels},
+#include "kernels/isa_list.inc"
+#undef MH_ISA_ROW
+};
+constexpr int32_t row_count = std::size(rows);
+
+constexpr int32_t automatic = -1;
+constexpr int32_t unset = -2;  // set_isa has not been called: MH_ISA counts
+std::atomic<int32_t> forced{unset};
+
+std::string names() {
+  std::string text;
+  for (const isa_row& row : rows) text += (text.empty() ? "" : ", ") + std::string(row.name);
+  return text;
+}
+
+// `who` names where the name came from.
+int32_t find(const char* who, const std::string& name) {
+  for (int32_t i = 0; i < row_count; ++i) {
+    if (name != rows[i].name) continue;
+    if (!isa_supported(i)) {
+      fail(MH_UNSUPPORTED, who, " is \"", name, "\", which this CPU (", this_machine().cpu_name, ") cannot run");
+    }
+    return i;
+  }
+  invalid(who, " is \"", name, "\", must be one of: ", names());
+}
+
+}  // namespace
+
+int32_t isa_count() noexcept { return row_count; }
+
+const kernel_table* isa_table(int32_t isa) noexcept {
+  return isa >= 0 && isa < row_count ? rows[isa].kernels() : nullptr;
+}
+
+bool isa_supported(int32_t isa) noexcept {
+  return isa >= 0 && isa < row_count && this_machine().has_level[static_cast<int>(rows[isa].level)];
+}
+
+const kernel_table& current_isa() {
+  const std::string& request = this_machine().isa_request;
+  // Looked up even where set_isa overrules it: a wrong MH_ISA is never passed over.
+  const int32_t requested = request.empty() ? automatic : find("the environment variable MH_ISA", request);
+  const int32_t set = forced.load(std::memory_order_relaxed);
+  const int32_t wanted = set == unset ? requested : set;
+  if (wanted >= 0) return *rows[wanted].kernels();
+  for (int32_t i = 0; i < row_count; ++i) {
+    if (isa_supported(i)) return *rows[i].kernels();
+  }
+  fail(MH_UNSUPPORTED, "this CPU (", this_machine().cpu_name, ") can run none of: ", names());
+}
+
+void set_isa(const char* name) {
+  forced.store(name == nullptr || *name == 0 ? automatic : find("isa", name), std::memory_order_relaxed);
+}
+
+}  // namespace manyhead

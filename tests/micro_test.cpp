@@ -1,0 +1,435 @@
+// The kernels' building blocks, one by one, at the width of the ISA this file is compiled for (and at the emulated widths): exp2, tanh,
+// conversions, transposition, the product micro-kernel with every tail, visibility bits, softmax rows.
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include <doctest/doctest.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <type_traits>
+#include <vector>
+
+#include "kernels/merge.hpp"
+#include "kernels/panel.hpp"
+
+namespace manyhead::MH_ISA {
+namespace {
+
+template <class T>
+std::vector<T> normal(size_t n, unsigned seed) {
+  std::mt19937 random(seed);
+  std::normal_distribution<double> normal_distribution;
+  std::vector<T> x(n);
+  for (T& v : x) v = static_cast<T>(normal_distribution(random));
+  return x;
+}
+
+// Memory that vectors may be stored to with alignment.
+template <class T>
+class aligned {
+ public:
+  explicit aligned(int64_t n, T value = T(0)) : memory_(static_cast<size_t>(n) + 64 / sizeof(T)) {
+    void* p = memory_.data();
+    size_t space = memory_.size() * sizeof(T);
+    begin_ = static_cast<T*>(std::align(64, static_cast<size_t>(n) * sizeof(T), p, space));
+    std::fill_n(begin_, n, value);
+  }
+  T* get() { return begin_; }
+  T& operator[](int64_t i) { return begin_[i]; }
+
+ private:
+  std::vector<T> memory_;
+  T* begin_;
+};
+
+template <class T>
+T exp2_scalar(T x) {
+  aligned<T> out(lanes<T>);
+  exp2_of<T>(vec<T>(x)).store_aligned(out.get());
+  return out[0];
+}
+
+template <class T>
+double ulps(T got, double want) {
+  const T near = static_cast<T>(std::abs(want));
+  const double unit = static_cast<double>(std::nextafter(near, std::numeric_limits<T>::infinity())) - static_cast<double>(near);
+  return std::abs(static_cast<double>(got) - want) / unit;
+}
+
+TEST_CASE_TEMPLATE("exp2 is within 1.5 ulp, exact at integers, 0 far below, NaN for NaN", T, float, double) {
+  const double low = sizeof(T) == 4 ? -125.0 : -1021.0;
+  double worst = 0;
+  std::mt19937 random(7);
+  std::uniform_real_distribution<double> uniform(low, 8.5);
+  for (int i = 0; i < 200000; ++i) {
+    const T x = static_cast<T>(i % 2 == 0 ? uniform(random) : uniform(random) / low);  // the whole range, and around 0
+    const T got = exp2_scalar<T>(x);
+    worst = std::max(worst, sizeof(T) == 4 ? ulps<T>(got, std::exp2(static_cast<double>(x)))
+                                           : ulps<T>(got, static_cast<double>(std::exp2(static_cast<long double>(x)))));
+  }
+  MESSAGE("worst error in ulp: " << worst);
+  CHECK(worst <= 1.5);
+  for (int i = -100; i <= 8; ++i) CHECK(exp2_scalar<T>(static_cast<T>(i)) == std::exp2(static_cast<T>(i)));
+  CHECK(exp2_scalar<T>(-infinity<T>) == T(0));
+  CHECK(exp2_scalar<T>(lowest<T>) == T(0));
+  CHECK(exp2_scalar<T>(static_cast<T>(-2000)) == T(0));
+  CHECK(std::isnan(exp2_scalar<T>(std::numeric_limits<T>::quiet_NaN())));
+  // A NaN with every payload bit set must not turn into a number.
+  bits<T> all = ~bits<T>(0);
+  T nan;
+  std::memcpy(&nan, &all, sizeof(T));
+  CHECK(std::isnan(exp2_scalar<T>(nan)));
+}
+
+TEST_CASE_TEMPLATE("tanh keeps its relative precision near 0 and saturates", T, float, double) {
+  aligned<T> out(lanes<T>);
+  const double epsilon = static_cast<double>(std::numeric_limits<T>::epsilon());
+  for (double x = 1e-30; x < 1e5; x *= 1.01) {
+    for (const double sign : {1.0, -1.0}) {
+      const T at = static_cast<T>(sign * x);
+      tanh_of<T>(vec<T>(at)).store_aligned(out.get());
+      const double want = std::tanh(static_cast<double>(at));
+      CHECK(std::abs(static_cast<double>(out[0]) - want) <= 8 * epsilon * std::abs(want));
+    }
+  }
+  tanh_of<T>(vec<T>(T(0))).store_aligned(out.get());
+  CHECK(out[0] == T(0));
+}
+
+TEST_CASE_TEMPLATE("transpose", T, float, double) {
+  constexpr int64_t n = lanes<T>;
+  vec<T> x[n];
+  aligned<T> row(n);
+  for (int64_t i = 0; i < n; ++i) {
+    for (int64_t j = 0; j < n; ++j) row[j] = static_cast<T>(i * n + j);
+    x[i] = vec<T>::load_aligned(row.get());
+  }
+  transpose<T>(x);
+  for (int64_t i = 0; i < n; ++i) {
+    x[i].store_aligned(row.get());
+    for (int64_t j = 0; j < n; ++j) CHECK(row[j] == static_cast<T>(j * n + i));
+  }
+}
+
+TEST_CASE("half precision: every value widens exactly and comes back") {
+  for (uint32_t h = 0; h < 0x10000U; ++h) {
+    const auto x = static_cast<uint16_t>(h);
+    const uint32_t exponent = h >> 10 & 0x1fU;
+    const double mantissa = h & 0x3ffU;
+    const double sign = h >> 15 != 0 ? -1.0 : 1.0;
+    const float wide = f16::widen(x);
+    if (exponent == 31) {
+      CHECK((mantissa == 0 ? std::isinf(wide) : std::isnan(wide)));
+    } else {
+      const double want = sign * (exponent == 0 ? std::ldexp(mantissa, -24) : std::ldexp(1024 + mantissa, static_cast<int>(exponent) - 25));
+      CHECK(static_cast<double>(wide) == want);
+    }
+    if (!std::isnan(wide)) CHECK(f16::narrow(wide) == x);
+    const float wide_b = bf16::widen(x);
+    if (!std::isnan(wide_b)) CHECK(bf16::narrow(wide_b) == x);
+  }
+}
+
+TEST_CASE("narrowing rounds to nearest even") {
+  CHECK(f16::widen(f16::narrow(65519.996F)) == 65504.0F);
+  CHECK(std::isinf(f16::widen(f16::narrow(65520.0F))));
+  CHECK(f16::narrow(0x1.002p0F) == f16::narrow(1.0F));            // half way, even is below
+  CHECK(f16::narrow(0x1.006p0F) == f16::narrow(1.0F) + 2);        // half way, even is above
+  CHECK(f16::narrow(0x1p-25F) == 0);                              // half of the smallest
+  CHECK(f16::narrow(0x1.8p-25F) == 1);
+  CHECK(std::isnan(f16::widen(f16::narrow(std::nanf("")))));
+  CHECK(bf16::narrow(0x1.01p0F) == bf16::narrow(1.0F));
+  CHECK(bf16::narrow(0x1.03p0F) == bf16::narrow(1.0F) + 2);
+  CHECK(std::isnan(bf16::widen(bf16::narrow(std::nanf("")))));
+  CHECK(std::isinf(bf16::widen(bf16::narrow(3.4e38F))));
+}
+
+TEST_CASE_TEMPLATE("rows of every length and stride widen and narrow", D, f32, f64, bf16, f16) {
+  using S = typename D::storage;
+  using T = typename D::real;
+  for (int64_t n = 0; n <= 2 * lanes<T> + 1; ++n) {
+    for (const int64_t stride : {1, 3, -2}) {
+      std::vector<S> memory(200, S(0));
+      S* base = memory.data() + 100;
+      const std::vector<T> values = normal<T>(static_cast<size_t>(n) + 1, 3);
+      for (int64_t i = 0; i < n; ++i) base[i * stride] = D::narrow(values[static_cast<size_t>(i)]);
+      std::vector<T> wide(static_cast<size_t>(n) + 1, T(42));
+      widen_row<D>(base, stride, n, wide.data());
+      for (int64_t i = 0; i < n; ++i) CHECK(wide[static_cast<size_t>(i)] == D::widen(base[i * stride]));
+      CHECK(wide[static_cast<size_t>(n)] == T(42));
+      std::vector<S> before = memory;
+      narrow_row<D>(wide.data(), n, base, stride);
+      CHECK(memory == before);
+    }
+  }
+}
+
+TEST_CASE("nonzero_bytes: every count, several strides, nothing read behind the last byte") {
+  std::mt19937 random(5);
+  for (int64_t n = 0; n <= 32; ++n) {
+    for (const int64_t stride : {1, 2, 0, -1}) {
+      std::vector<uint8_t> bytes(128, 0xff);
+      const uint8_t* p = bytes.data() + 64;
+      uint32_t want = 0;
+      for (int64_t i = 0; i < n; ++i) bytes[static_cast<size_t>(64 + i * stride)] = random() % 2 == 0 ? 0 : static_cast<uint8_t>(1 + random() % 255);
+      for (int64_t i = 0; i < n; ++i) want |= static_cast<uint32_t>(p[i * stride] != 0) << i;
+      CHECK(nonzero_bytes(p, stride, n) == want);
+    }
+  }
+}
+
+TEST_CASE("bit_range") {
+  CHECK(bit_range(0, 32) == 0xffffffffU);
+  CHECK(bit_range(-5, 3) == 7U);
+  CHECK(bit_range(30, 99) == 0xc0000000U);
+  CHECK(bit_range(4, 4) == 0U);
+  CHECK(bit_range(9, 2) == 0U);
+  CHECK(bit_range(40, 50) == 0U);
+  CHECK(bit_range(std::numeric_limits<int64_t>::min() / 2, std::numeric_limits<int64_t>::max() / 2) == 0xffffffffU);
+}
+
+// The micro-kernel against three loops, for every number of rows around the tiles and some depths.
+template <class T, int NV>
+void check_product() {
+  constexpr int64_t width = NV * lanes<T>;
+  const double tolerance = sizeof(T) == 4 ? 1e-5 : 1e-13;
+  for (int64_t rows = 0; rows <= 2 * tile_rows<NV> + 1; ++rows) {
+    for (const int64_t depth : {int64_t{0}, int64_t{1}, int64_t{5}, int64_t{17}}) {
+      const std::vector<T> a = normal<T>(static_cast<size_t>((rows + 1) * (depth + 3)), 11);
+      const std::vector<T> b_values = normal<T>(static_cast<size_t>((depth + 1) * width), 12);
+      aligned<T> b((depth + 1) * width);
+      std::copy(b_values.begin(), b_values.end(), b.get());
+      aligned<T> c((rows + 1) * width, T(3));
+      aligned<T> top(width, T(0.5));
+      const by_rows<T> in_rows{a.data(), depth + 3};
+      product<product_mode::set_max, NV>(in_rows, b.get(), rows, depth, c.get(), top.get());
+      for (int64_t j = 0; j < width; ++j) {
+        double want_top = 0.5;
+        for (int64_t m = 0; m < rows; ++m) {
+          double want = 0;
+          for (int64_t k = 0; k < depth; ++k) want += static_cast<double>(a[static_cast<size_t>(m * (depth + 3) + k)]) * static_cast<double>(b[k * width + j]);
+          CHECK(std::abs(static_cast<double>(c[m * width + j]) - want) < tolerance);
+          want_top = std::max(want_top, static_cast<double>(c[m * width + j]));
+        }
+        CHECK(static_cast<double>(top[j]) == want_top);
+        CHECK(c[rows * width + j] == T(3));  // the row behind is not touched
+      }
+      // By columns, adding: what was there plus the product.
+      const by_columns<T> in_columns{a.data(), rows + 1};
+      if (static_cast<size_t>(depth * (rows + 1)) > a.size()) continue;
+      product<product_mode::add, NV>(in_columns, b.get(), rows, depth, c.get(), top.get());
+      aligned<T> again((rows + 1) * width, T(0));
+      product<product_mode::set, NV>(in_rows, b.get(), rows, depth, again.get(), top.get());
+      for (int64_t m = 0; m < rows; ++m) {
+        for (int64_t j = 0; j < width; ++j) {
+          double want = static_cast<double>(again[m * width + j]);
+          for (int64_t k = 0; k < depth; ++k) want += static_cast<double>(a[static_cast<size_t>(k * (rows + 1) + m)]) * static_cast<double>(b[k * width + j]);
+          CHECK(std::abs(static_cast<double>(c[m * width + j]) - want) < tolerance);
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE_TEMPLATE("product of one, two and three vectors", T, float, double) {
+  check_product<T, 1>();
+  check_product<T, 2>();
+  if constexpr (max_panel_vectors == 3) check_product<T, 3>();
+}
+
+TEST_CASE_TEMPLATE("add_signed leaves out factors of negative sign, NaN and inf included", T, float, double) {
+  constexpr int64_t width = lanes<T>;
+  const std::vector<T> a = {T(2), std::numeric_limits<T>::quiet_NaN(), infinity<T>, T(5)};
+  aligned<T> b(4 * width);
+  aligned<T> c(width, T(1));
+  for (int64_t j = 0; j < width; ++j) {
+    b[j] = T(3);
+    b[width + j] = T(-0.0);
+    b[2 * width + j] = T(-0.0);
+    b[3 * width + j] = j % 2 == 0 ? T(-0.0) : T(1);
+  }
+  product<product_mode::add_signed, 1>(by_rows<T>{a.data(), 4}, b.get(), 1, 4, c.get(), c.get());
+  for (int64_t j = 0; j < width; ++j) CHECK(c[j] == (j % 2 == 0 ? T(7) : T(12)));
+}
+
+// see_tile against the definition, for each kind of restriction alone and together.
+TEST_CASE_TEMPLATE("visibility bits", T, float, double) {
+  std::mt19937 random(21);
+  const auto pick = [&](int64_t low, int64_t high) { return low + static_cast<int64_t>(random() % static_cast<uint64_t>(high - low + 1)); };
+  for (int round = 0; round < 600; ++round) {
+    kernel_call c{};
+    c.group = pick(1, 3);
+    c.q_len = pick(1, 20);
+    c.extra_keys = pick(0, 2) == 0 ? pick(1, 2) : 0;
+    c.kv_len = pick(0, 80) + c.extra_keys;
+    c.causal = static_cast<int32_t>(pick(0, 1));
+    c.align = static_cast<int32_t>(pick(MH_ALIGN_TOP_LEFT, MH_ALIGN_OFFSET));
+    c.q_offset = pick(-30, 60);
+    c.window_left = pick(-1, 30);
+    c.window_right = pick(-1, 30);
+    const int64_t ordinary = c.kv_len - c.extra_keys;
+    const auto used = static_cast<int32_t>(pick(0, ordinary));
+    if (pick(0, 1) == 0) c.seqused_k = &used;
+    c.index_type = MH_INDEX_I32;
+    const int64_t heads = c.group;
+    std::vector<uint8_t> mask(static_cast<size_t>(heads * c.q_len * ordinary + 1));
+    std::vector<uint8_t> key_mask(static_cast<size_t>(ordinary + 1));
+    for (uint8_t& m : mask) m = random() % 4 != 0;
+    for (uint8_t& m : key_mask) m = random() % 8 != 0;
+    if (pick(0, 1) == 0) {
+      c.mask = mask.data();
+      const bool broadcast = pick(0, 1) == 0;
+      const int64_t strides[4] = {0, broadcast ? 0 : c.q_len * ordinary, ordinary, 1};
+      std::copy_n(strides, 4, c.mask_strides);
+    }
+    if (pick(0, 1) == 0) {
+      c.key_mask = key_mask.data();
+      c.key_mask_strides[1] = 1;
+    }
+    const positions at = positions_of(c, 0);
+    const int64_t rows = c.group * c.q_len;
+    const int64_t row = pick(0, rows - 1);
+    const int64_t count = pick(1, std::min<int64_t>(rows - row, lanes<T>));
+    const int64_t begin = pick(0, c.kv_len);
+    const int64_t end = pick(begin, c.kv_len);
+    std::vector<bits<T>> words(static_cast<size_t>((end - begin + 63) / word_keys * lanes<T>), 0);
+    const visibility see = see_tile<T>(c, at, 0, 0, row, count, lanes<T>, begin, end, words.data());
+    bool any = false;
+    bool hidden = false;
+    for (int64_t lane = 0; lane < count; ++lane) {
+      const int64_t query = (row + lane) / c.group;
+      const int64_t head = (row + lane) % c.group;
+      const int64_t p = query + at.offset;
+      for (int64_t j = begin; j < end; ++j) {
+        bool want = j < (c.seqused_k != nullptr ? used : ordinary);
+        if (c.causal != 0 && j > p) want = false;
+        if (c.window_left >= 0 && j < p - c.window_left) want = false;
+        if (c.window_right >= 0 && j > p + c.window_right) want = false;
+        if (want && c.mask != nullptr && mask[static_cast<size_t>(head * c.mask_strides[1] + query * c.mask_strides[2] + j)] == 0) want = false;
+        if (want && c.key_mask != nullptr && key_mask[static_cast<size_t>(j)] == 0) want = false;
+        if (j >= ordinary) want = true;
+        const auto word = words[static_cast<size_t>((j - begin) / word_keys * lanes<T> + lane)];
+        CHECK(((word >> ((j - begin) % word_keys)) & 1U) == (want ? 1U : 0U));
+        any = any || want;
+        hidden = hidden || !want;
+      }
+    }
+    CHECK(see == (!any ? visibility::none : hidden ? visibility::some : visibility::all));
+  }
+}
+
+// The streaming softmax over tiles of any sizes gives the plain softmax.
+TEST_CASE_TEMPLATE("softmax rows", T, float, double) {
+  constexpr int64_t width = lanes<T>;
+  const double tolerance = sizeof(T) == 4 ? 2e-6 : 1e-14;
+  for (const double spread : {1.0, 30.0, 1e4}) {
+    const int64_t keys = 50;
+    std::vector<T> scores = normal<T>(static_cast<size_t>(keys * width), 31);
+    for (T& s : scores) s *= static_cast<T>(spread);
+    for (int64_t k = 0; k < keys; ++k) scores[static_cast<size_t>(k * width)] = -infinity<T>;  // lane 0 sees nothing
+    aligned<T> row_max(width, lowest<T>);
+    aligned<T> row_sum(width);
+    aligned<T> out(width);  // v_dim 1: the sum of weights times the key's index
+    const softmax_rows<T, 1> rows{row_max.get(), row_sum.get(), out.get(), 1};
+    bool started = false;
+    for (int64_t first = 0; first < keys; first += 7) {
+      const int64_t n = min_of(7, keys - first);
+      aligned<T> tile(7 * width);
+      aligned<T> top(width, -infinity<T>);
+      for (int64_t i = 0; i < n * width; ++i) {
+        tile[i] = scores[static_cast<size_t>(first * width + i)];
+        top[i % width] = std::max(top[i % width], tile[i]);
+      }
+      rows.raise(top.get(), T(1), started);
+      rows.weigh_tile(tile.get(), n, T(1), false, T(1));
+      for (int64_t k = 0; k < n; ++k) {
+        for (int64_t j = 0; j < width; ++j) out[j] += tile[k * width + j] * static_cast<T>(first + k);
+      }
+      started = true;
+    }
+    CHECK(row_sum[0] == T(0));
+    for (int64_t j = 1; j < width; ++j) {
+      double top = -std::numeric_limits<double>::infinity();
+      for (int64_t k = 0; k < keys; ++k) top = std::max(top, static_cast<double>(scores[static_cast<size_t>(k * width + j)]));
+      double sum = 0;
+      double value = 0;
+      for (int64_t k = 0; k < keys; ++k) {
+        const double p = std::exp2(static_cast<double>(scores[static_cast<size_t>(k * width + j)]) - top);
+        sum += p;
+        value += p * static_cast<double>(k);
+      }
+      const row_end end = finish_row(static_cast<double>(row_max[j]), static_cast<double>(row_sum[j]), 1.0, -std::numeric_limits<double>::infinity(), true);
+      CHECK(std::abs(static_cast<double>(out[j]) * end.factor - value / sum) < tolerance * 50);
+      CHECK(std::abs(end.lse - (top + std::log2(sum))) <= tolerance * std::max(1.0, std::abs(top)));
+    }
+  }
+}
+
+TEST_CASE("the end of a row") {
+  const double none = -std::numeric_limits<double>::infinity();
+  CHECK(finish_row(-3e38, 0, 1, none, true).factor == 0);
+  CHECK(finish_row(-3e38, 0, 1, none, true).lse == none);
+  CHECK(finish_row(-3e38, 0, 1, 2.0, true).factor == 0);
+  CHECK(finish_row(-3e38, 0, 1, 2.0, true).lse == doctest::Approx(2.0 * 1.4426950408889634));
+  CHECK(finish_row(0, 4, 1, none, true).factor == 0.25);
+  CHECK(finish_row(0, 3, 1, 0.0, true).factor == 0.25);  // three keys and the sink, all equal
+  CHECK(finish_row(0, 3, 1, 0.0, true).lse == 2.0);
+  CHECK(finish_row(-5000, 1, 1, 5000, true).factor == 0);  // a sink far above every key
+  CHECK(std::isnan(finish_row(0, std::nan(""), 1, none, true).factor));
+}
+
+TEST_CASE_TEMPLATE("merge of states", D, f32, f64, bf16, f16) {
+  using T = typename D::real;
+  for (const int64_t v_dim : {1, 7, 64, 65, 130}) {
+    const int64_t states = 5;
+    const int64_t rows = 3;
+    std::vector<typename D::storage> outs(static_cast<size_t>(states * rows * v_dim));
+    const std::vector<T> values = normal<T>(outs.size(), 41);
+    for (size_t i = 0; i < outs.size(); ++i) outs[i] = D::narrow(values[i]);
+    std::vector<T> lses = normal<T>(static_cast<size_t>(states * rows), 42);
+    lses[3] = -infinity<T>;  // state 1, row 0: nothing, whatever its out holds
+    for (int64_t d = 0; d < v_dim; ++d) outs[static_cast<size_t>(rows * v_dim + d)] = D::narrow(std::numeric_limits<T>::quiet_NaN());
+    for (int64_t s = 0; s < states; ++s) lses[static_cast<size_t>(s * rows + 2)] = -infinity<T>;  // row 2: no state counts
+    std::vector<typename D::storage> out(static_cast<size_t>(rows * v_dim), D::narrow(T(9)));
+    std::vector<T> lse(static_cast<size_t>(rows), T(9));
+    merge_args m{};
+    m.states = states;
+    m.heads = 1;
+    m.q_len = rows;
+    m.v_dim = v_dim;
+    m.outs = outs.data();
+    m.lses = lses.data();
+    m.out = out.data();
+    m.lse = lse.data();
+    const int64_t outs_strides[5] = {rows * v_dim, 0, 0, v_dim, 1};
+    const int64_t lses_strides[4] = {rows, 0, 0, 1};
+    const int64_t out_strides[4] = {0, 0, v_dim, 1};
+    const int64_t lse_strides[3] = {0, 0, 1};
+    std::copy_n(outs_strides, 5, m.outs_strides);
+    std::copy_n(lses_strides, 4, m.lses_strides);
+    std::copy_n(out_strides, 4, m.out_strides);
+    std::copy_n(lse_strides, 3, m.lse_strides);
+    merge_rows<D, D>(&m, 0, rows);
+    const double tolerance = sizeof(typename D::storage) == 2 ? 1e-2 : sizeof(T) == 4 ? 1e-6 : 1e-14;
+    for (int64_t r = 0; r < 2; ++r) {
+      double total = 0;
+      for (int64_t s = 0; s < states; ++s) total += std::exp(static_cast<double>(lses[static_cast<size_t>(s * rows + r)]));
+      CHECK(static_cast<double>(lse[static_cast<size_t>(r)]) == doctest::Approx(std::log(total)).epsilon(1e-6));
+      for (int64_t d = 0; d < v_dim; ++d) {
+        double want = 0;
+        for (int64_t s = 0; s < states; ++s) {
+          const double share = std::exp(static_cast<double>(lses[static_cast<size_t>(s * rows + r)])) / total;
+          if (share > 0) want += share * static_cast<double>(D::widen(outs[static_cast<size_t>((s * rows + r) * v_dim + d)]));
+        }
+        CHECK(std::abs(static_cast<double>(D::widen(out[static_cast<size_t>(r * v_dim + d)])) - want) < tolerance * 4);
+      }
+    }
+    CHECK(lse[2] == -infinity<T>);
+    for (int64_t d = 0; d < v_dim; ++d) CHECK(D::widen(out[static_cast<size_t>(2 * v_dim + d)]) == T(0));
+  }
+}
+
+}  // namespace
+}  // namespace manyhead::MH_ISA
