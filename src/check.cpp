@@ -45,8 +45,8 @@ struct term {
 
 int64_t floor_div(int64_t a, int64_t b) noexcept { return a / b - (a % b < 0); }  // b > 0
 
-// Whether target is a sum of the terms, which are sorted by falling stride. What the later terms can add up to leaves few
-// values for the coefficient of the first: one to three where strides are nested, as in views of ordinary arrays.
+// Whether target is a sum of the terms, which are sorted by falling stride. What the later terms can add up to leaves
+// few values for the coefficient of the first: one to three where strides are nested, as in views of ordinary arrays.
 bool is_sum(const term* terms, int count, int64_t target, int& steps) noexcept {
   if (count == 0) return target == 0;
   if (--steps < 0) return true;
@@ -136,8 +136,8 @@ void check_strides(const array& a) {
   }
 }
 
-// Each stride must step over everything that the smaller ones together reach. Strides of a C-ordered array do, and slicing,
-// stepping, transposing and reversing keep it so: a step makes a stride larger and leaves fewer elements.
+// Each stride must step over everything that the smaller ones together reach. Strides of a C-ordered array do, and
+// slicing, stepping, transposing and reversing keep it so: a step makes a stride larger and leaves fewer elements.
 void check_distinct(const array& a) {
   if (is_empty(a)) return;
   const auto size = [&a](int i) { return a.strides[i] < 0 ? -a.strides[i] : a.strides[i]; };
@@ -171,8 +171,9 @@ void check_pointer(const array& a) {
   }
 }
 
-// A byte is shared where a's address + sum of a's index * stride + byte equals the same of b. With everything on one side that
-// is a question about one sum of terms; strides that a and b have in common, as views of one buffer do, make one term.
+// A byte is shared where a's address + sum of a's index * stride + byte equals the same of b. With everything on one
+// side that is a question about one sum of terms; strides that a and b have in common, as views of one buffer do, make
+// one term.
 bool share_memory(const array& a, const array& b) noexcept {
   if (is_empty(a) || is_empty(b)) return false;
   const auto address_a = reinterpret_cast<uintptr_t>(a.data), address_b = reinterpret_cast<uintptr_t>(b.data);
@@ -214,9 +215,9 @@ bool share_memory(const array& a, const array& b) noexcept {
   return is_sum(terms, count, static_cast<int64_t>(address_b - address_a), steps);
 }
 
-void check_apart(const array& output, const array& other) {
-  if (share_memory(output, other)) {
-    invalid(output.name, " overlaps ", other.name, ", an output must not share memory with another array");
+void check_apart(const array& written, const array& other) {
+  if (share_memory(written, other)) {
+    invalid(written.name, " overlaps ", other.name, ", what is written must not share memory with another array");
   }
 }
 

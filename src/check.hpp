@@ -1,5 +1,5 @@
-// What argument checks are made of: sentences thrown as manyhead::error, structs of other versions of the header, and facts
-// about strided arrays. Used by problem.cpp, merge.cpp and the C border; nothing here allocates unless it throws.
+// What argument checks are made of: sentences thrown as manyhead::error, structs of other versions of the header, and
+// facts about strided arrays. Used by problem.cpp, merge.cpp and the C border; nothing here allocates unless it throws.
 #pragma once
 
 #include <charconv>
@@ -19,7 +19,9 @@ concept number = std::integral<T> || std::floating_point<T>;
 // The shortest form that reads back the same, whatever the locale.
 struct number_text {
   char digits[32];
-  explicit number_text(number auto value) noexcept { *std::to_chars(digits, digits + sizeof digits - 1, value).ptr = 0; }
+  explicit number_text(number auto value) noexcept {
+    *std::to_chars(digits, digits + sizeof digits - 1, value).ptr = 0;
+  }
 };
 inline void append(std::string& text, number auto value) { text += number_text(value).digits; }
 
@@ -40,14 +42,14 @@ const char* dtype_name(int32_t dtype) noexcept;
 int64_t dtype_size(int32_t dtype) noexcept;
 inline int64_t real_size(int32_t dtype) noexcept { return dtype == MH_DTYPE_F64 ? 8 : 4; }
 
-void check_enum(const char* name, int32_t value, int32_t last);         // 0..last
+void check_enum(const char* name, int32_t value, int32_t last);  // 0..last
 void check_bits(const char* name, uint32_t value, uint32_t known);
 void check_zero(const char* name, int32_t value);
 void check_at_least(const char* name, int64_t value, int64_t least);
 
-// A public struct as this build knows it. A shorter one (older header) has zeros, the defaults, for what it lacks; it must
-// hold at least `least` bytes. What a longer one (newer header) has on top must be zero, else it asks for something
-// unknown here: MH_UNSUPPORTED.
+// A public struct as this build knows it. A shorter one (older header) has zeros, the defaults, for what it lacks; it
+// must hold at least `least` bytes. What a longer one (newer header) has on top must be zero, else it asks for
+// something unknown here: MH_UNSUPPORTED.
 void read_bytes(void* to, size_t size, size_t least, const void* from, const char* name);
 template <typename Struct>
 Struct read_struct(const Struct* user, size_t least, const char* name) {
@@ -81,11 +83,11 @@ void check_strides(const array& a);
 void check_distinct(const array& a);
 // Fails where a non-empty array is NULL, not aligned to its element, or leaves the address space.
 void check_pointer(const array& a);
-// Whether any byte belongs to both arrays, which passed the checks above. Exact, but for layouts so entangled that a bounded
-// search finds no answer: then true. Views of one packed buffer, and interleaved ones, are not such.
+// Whether any byte belongs to both arrays, which passed the checks above. Exact, but for layouts so entangled that a
+// bounded search finds no answer: then true. Views of one packed buffer, and interleaved ones, are not such.
 bool share_memory(const array& a, const array& b) noexcept;
 
-// Fails where `output` shares memory with `other`.
-void check_apart(const array& output, const array& other);
+// Fails where they share memory. `written` is an output or a workspace.
+void check_apart(const array& written, const array& other);
 
 }  // namespace manyhead

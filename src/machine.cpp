@@ -86,8 +86,8 @@ int64_t parse_size(const std::string& text) {
   return unit == 'M' ? size << 20 : unit == 'K' ? size << 10 : size;
 }
 
-// What the kernel says of the first CPU, else the C library (which asks the CPU): a container may lack /sys, a virtual machine
-// may show no caches.
+// What the kernel says of the first CPU, else the C library (which asks the CPU): a container may lack /sys, a virtual
+// machine may show no caches.
 void find_caches(machine& m) {
   struct {
     int64_t* bytes;
@@ -116,8 +116,8 @@ void find_caches(machine& m) {
   }
 }
 
-// CPU time that the control group of this process, or one above it, may use, in CPUs, rounded up; `most` where there is no
-// limit. "max 100000" or "<quota> <period>" in cpu.max; files of the older version 1 are not read.
+// CPU time that the control group of this process, or one above it, may use, in CPUs, rounded up; `most` where there is
+// no limit. "max 100000" or "<quota> <period>" in cpu.max; files of the older version 1 are not read.
 int32_t quota_cpus(int32_t most) {
   std::string group;
   std::ifstream file("/proc/self/cgroup");
@@ -137,7 +137,8 @@ int32_t quota_cpus(int32_t most) {
 }
 
 int32_t find_cpus() {
-  for (int room = 1024; room <= 1 << 20; room *= 2) {  // the call fails where the machine has more CPUs than there is room for
+  // The call fails where the machine has more CPUs than there is room for.
+  for (int room = 1024; room <= 1 << 20; room *= 2) {
     const std::unique_ptr<cpu_set_t, void (*)(cpu_set_t*)> set(CPU_ALLOC(room), [](cpu_set_t* s) { CPU_FREE(s); });
     if (set == nullptr) break;
     const size_t size = CPU_ALLOC_SIZE(room);

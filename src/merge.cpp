@@ -27,8 +27,8 @@ mh_merge read_merge(const mh_merge& user) {
   return m;
 }
 
-array checked(const mh_merge& m, const char* name, const void* data, int64_t element, std::initializer_list<int64_t> dims,
-              const int64_t* strides) {
+array checked(const mh_merge& m, const char* name, const void* data, int64_t element,
+              std::initializer_list<int64_t> dims, const int64_t* strides) {
   array a = {name, data, static_cast<int>(dims.size()), element, {}, {}};
   std::copy(dims.begin(), dims.end(), a.dims);
   std::copy_n(strides, a.rank, a.strides);
@@ -58,7 +58,8 @@ struct rows_work {
 };
 
 // args: states, outs, lses and their strides are set.
-void merge_rows(const mh_merge& m, merge_args args, const array& out, void* out_data, const array& lse, void* lse_data) {
+void merge_rows(const mh_merge& m, merge_args args, const array& out, void* out_data, const array& lse,
+                void* lse_data) {
   args.heads = m.heads;
   args.q_len = m.q_len;
   args.v_dim = m.v_dim;
@@ -102,8 +103,8 @@ outputs check_outputs(const mh_merge& m, void* out, void* lse) {
 void merge_states(const mh_merge& user, const void* outs, const void* lses, void* out, void* lse) {
   const mh_merge m = read_merge(user);
   const outputs to = check_outputs(m, out, lse);
-  const array out_states = checked(m, "outs", outs, dtype_size(m.dtype),
-                                   {m.states, m.batch, m.heads, m.q_len, m.v_dim}, m.outs_strides);
+  const array out_states =
+      checked(m, "outs", outs, dtype_size(m.dtype), {m.states, m.batch, m.heads, m.q_len, m.v_dim}, m.outs_strides);
   const array lse_states =
       checked(m, "lses", lses, real_size(m.dtype), {m.states, m.batch, m.heads, m.q_len}, m.lses_strides);
   for (const array* output : {&to.out, &to.lse}) {

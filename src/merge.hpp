@@ -1,5 +1,5 @@
-// Merging partial results that a caller holds: mh_merge_states and mh_merge_state. (Those of split-KV are merged by scheduler.cpp
-// with the same kernels.)
+// Merging partial results that a caller holds: mh_merge_states and mh_merge_state. (Those of split-KV are merged by
+// scheduler.cpp with the same kernels.)
 #pragma once
 
 #include "manyhead/manyhead.h"

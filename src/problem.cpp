@@ -1,4 +1,5 @@
-// See problem.hpp. Every tensor is one row of operands(); the checks of shapes, strides, pointers and overlaps walk that list.
+// See problem.hpp. Every tensor is one row of operands(); the checks of shapes, strides, pointers and overlaps walk
+// that list.
 #include "problem.hpp"
 
 #include <algorithm>
@@ -29,7 +30,7 @@ struct operand {
   const int64_t* strides;  // a.rank of them
   bool own_strides;        // they are a field of mh_problem, zeros mean contiguous
   bool output;
-  uint32_t bit;        // of inputs or outputs; 0 = always there
+  uint32_t bit;  // of inputs or outputs; 0 = always there
   const char* bit_name;
 
   bool present(const problem& p) const noexcept { return bit == 0 || ((output ? p.outputs : p.inputs) & bit) != 0; }
@@ -38,13 +39,13 @@ struct operand {
 constexpr int operand_count = 16;
 constexpr int64_t dense[1] = {1};
 
-// Every tensor of mh_tensors, with the dims that manyhead.h gives. Masks, biases and lengths do not describe the extra keys.
+// Every tensor of mh_tensors, with the dims that manyhead.h gives. Masks, biases and lengths do not describe the extra
+// keys.
 struct operand_list {
   int64_t slopes_strides[2];  // the only ones that mh_problem gives in another form
   operand items[operand_count];
 
-  operand_list(const problem& p, const mh_tensors& t) noexcept
-      : slopes_strides{p.alibi_batch_stride, 1} {
+  operand_list(const problem& p, const mh_tensors& t) noexcept : slopes_strides{p.alibi_batch_stride, 1} {
     const int64_t io = dtype_size(p.dtype), real = real_size(p.dtype), bias = dtype_size(p.bias_dtype);
     const int64_t index = p.index_type == MH_INDEX_I64 ? 8 : 4;
     const int64_t b = p.batch, h = p.heads, g = p.kv_heads, m = p.q_len, n = p.kv_len, own = n - p.extra_keys;
@@ -181,7 +182,8 @@ void check_positions(problem& p) {
 void check_arrays(problem& p) {
   // Even where no array of scores is written: so that sums over rows and keys cannot overflow anywhere.
   if (!fits({"", nullptr, 4, 8, {p.batch, p.heads, p.q_len, p.kv_len}, {}})) {
-    invalid("batch = ", p.batch, " x heads = ", p.heads, " x q_len = ", p.q_len, " x kv_len = ", p.kv_len, " overflows");
+    invalid("batch = ", p.batch, " x heads = ", p.heads, " x q_len = ", p.q_len, " x kv_len = ", p.kv_len,
+            " overflows");
   }
   const bool taken = (p.flags & MH_FLAG_STRIDES) != 0;
   const mh_tensors none = {};
@@ -286,6 +288,18 @@ mh_tensors check_tensors(const problem& p, const mh_tensors& user) {
   }
   check_indices(p, t);
   return t;
+}
+
+void check_workspace(const problem& p, const mh_tensors& tensors, const mh_exec& exec) {
+  if (exec.workspace == nullptr) return;
+  const auto size = static_cast<int64_t>(std::min<size_t>(exec.workspace_size, INT64_MAX));
+  const array workspace = {"workspace", exec.workspace, 1, 1, {size}, {1}};
+  check_shape(workspace);
+  check_pointer(workspace);
+  const operand_list list(p, tensors);
+  for (const operand& o : list.items) {
+    if (o.present(p)) check_apart(workspace, o.a);
+  }
 }
 
 problem_text to_text(const problem& p) noexcept {

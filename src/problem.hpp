@@ -28,6 +28,9 @@ problem validate(const mh_problem& user, int64_t extra_keys = 0);
 // output. Returns the tensors with a struct_size of this build (missing tail fields NULL).
 mh_tensors check_tensors(const problem& p, const mh_tensors& user);
 
+// The caller's workspace, where there is one, overlaps none of the tensors, which have passed check_tensors.
+void check_workspace(const problem& p, const mh_tensors& tensors, const mh_exec& exec);
+
 // The problem in the one-line syntax of tests/problems.txt, e.g. "f32 b1 h32/8 q2048 kv2048 d128 causal".
 // (Declared here, used by mh_plan_describe.)
 struct problem_text {

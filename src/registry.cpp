@@ -1,5 +1,5 @@
-// See registry.hpp. The rows come from src/kernels/meson.build by way of the generated isa_list.inc, best first; each table is
-// named here, so the linker keeps it and nothing has to register itself at start-up.
+// See registry.hpp. The rows come from src/kernels/meson.build by way of the generated isa_list.inc, best first; each
+// table is named here, so the linker keeps it and nothing has to register itself at start-up.
 #include "registry.hpp"
 
 #include <atomic>
@@ -11,9 +11,9 @@
 
 namespace manyhead {
 
-#define MH_ISA_ROW(name, level)             \
-  namespace name {                          \
-  const kernel_table* kernels() noexcept;   \
+#define MH_ISA_ROW(name, level)           \
+  namespace name {                        \
+  const kernel_table* kernels() noexcept; \
   }
 #include "kernels/isa_list.inc"
 #undef MH_ISA_ROW
