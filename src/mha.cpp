@@ -1,12 +1,13 @@
-// The multi-head layer. Creating it packs the weights; a run checks the call, projects x to q, k and v [batch, rows, heads * dim] in memory
-// of its own, runs the ordinary plan for them, and projects the heads' results. Without an output projection, attention writes the
-// caller's out itself.
+// The multi-head layer. Creating it packs the weights; a run checks the call, projects x to q, k and v [batch, rows,
+// heads * dim] in memory of its own, runs the ordinary plan for them, and projects the heads' results. Without an
+// output projection, attention writes the caller's out itself.
 #include "mha.hpp"
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
+#include <new>
 
 #include "check.hpp"
 #include "machine.hpp"
@@ -15,6 +16,7 @@
 #include "projection.hpp"
 #include "registry.hpp"
 #include "scheduler.hpp"
+#include "thread_memory.hpp"
 
 namespace manyhead {
 
@@ -52,7 +54,7 @@ void forbid_strides(const char* name, const int64_t* strides, int count, const c
 
 int64_t extra_keys(const mh_mha_weights& w) { return (w.bias_k != nullptr) + w.add_zero_attn; }
 
-// Fills in the defaults; every field but the arrays' contents has been checked then.
+// Fills in the defaults; every field but pointers and strides has been checked then.
 mh_mha_weights resolve(const mh_mha_weights& user) {
   mh_mha_weights w = user;
   if (w.dtype != MH_DTYPE_F32 && w.dtype != MH_DTYPE_F64) {
@@ -121,12 +123,16 @@ mh_mha_weights resolve(const mh_mha_weights& user) {
     const bool k = w.bias_k != nullptr;
     invalid(k ? "bias_k" : "bias_v", " is not NULL, but ", k ? "bias_v" : "bias_k", " is: they go together");
   }
+  const int64_t element = real_size(w.dtype);
+  check_shape({"w_q", nullptr, 3, element, {w.heads, w.head_dim, w.embed_dim}, {}});
+  check_shape({"w_k", nullptr, 3, element, {w.kv_heads, w.head_dim, w.k_embed_dim}, {}});
+  check_shape({"w_v", nullptr, 3, element, {w.kv_heads, w.v_dim, w.v_embed_dim}, {}});
+  if (w.w_o != nullptr) check_shape({"w_o", nullptr, 2, element, {w.out_dim, concatenated}, {}});
   check_product_size("embed_dim", w.embed_dim);
   check_product_size("k_embed_dim", w.k_embed_dim);
   check_product_size("v_embed_dim", w.v_embed_dim);
-  check_product_size("heads * v_dim", concatenated);
-  check_shape({"the heads of q", nullptr, 2, real_size(w.dtype), {w.heads, w.head_dim}, {}});
   check_product_size("heads * head_dim", w.heads * w.head_dim);
+  check_product_size("heads * v_dim", concatenated);
   check_product_size("out_dim", w.out_dim);
   return w;
 }
@@ -134,7 +140,6 @@ mh_mha_weights resolve(const mh_mha_weights& user) {
 // A projection's weights as [heads, dim, in], whatever their layout.
 array in_matrix(const mh_mha_weights& w, const char* name, const void* data, int64_t heads, int64_t dim, int64_t in,
                 const int64_t* strides) {
-  check_shape({name, nullptr, 3, real_size(w.dtype), {heads, dim, in}, {}});
   const int64_t by_layout[3][3] = {{dim * in, in, 1}, {dim, 1, heads * dim}, {dim * in, 1, dim}};
   const bool taken = (w.flags & MH_FLAG_STRIDES) != 0 || !all_zero(strides, 3);
   return make_array(name, data, real_size(w.dtype), {heads, dim, in}, taken ? strides : by_layout[w.layout], true);
@@ -142,12 +147,14 @@ array in_matrix(const mh_mha_weights& w, const char* name, const void* data, int
 
 array out_matrix(const mh_mha_weights& w) {
   const int64_t in = w.heads * w.v_dim;
-  check_shape({"w_o", nullptr, 3, real_size(w.dtype), {1, w.out_dim, in}, {}});
   const bool taken = (w.flags & MH_FLAG_STRIDES) != 0 || !all_zero(w.w_o_strides, 2);
   const int64_t out_in[3] = {0, in, 1}, in_out[3] = {0, 1, w.out_dim};
   const int64_t given[3] = {0, w.w_o_strides[0], w.w_o_strides[1]};
   return make_array("w_o", w.w_o, real_size(w.dtype), {1, w.out_dim, in},
-                    taken ? given : w.layout == MH_WEIGHTS_OUT_IN ? out_in : in_out, true);
+                    taken                           ? given
+                    : w.layout == MH_WEIGHTS_OUT_IN ? out_in
+                                                    : in_out,
+                    true);
 }
 
 template <class Real>
@@ -210,20 +217,38 @@ product<Real> make_product(const linear<Real>& w, int64_t batch, int64_t rows, c
   return {&w, batch, rows, x.data, {x.strides[0], x.strides[1]}, y.data, {y.strides[0], y.strides[1]}};
 }
 
-// Scratch memory of that shape.
+// Lays out the matrices of one call in one piece of scratch memory.
 template <class Real>
-struct rows_buffer {
-  buffer<Real> memory;
-  rows_view<Real> view;
-
-  rows_buffer() = default;
-  rows_buffer(const char* name, int64_t batch, int64_t rows, int64_t columns) {
+class scratch_layout {
+ public:
+  // Room for [batch, rows, columns]; sets view's strides, and place() its data.
+  void add(rows_view<Real>& view, const char* name, int64_t batch, int64_t rows, int64_t columns) {
     const int64_t stride = row_stride<Real>(columns);
     check_shape({name, nullptr, 3, sizeof(Real), {batch, rows, stride}, {}});
-    memory = buffer<Real>(batch * rows * stride);
-    view = {memory.get(), {rows * stride, stride}};
+    view.strides[0] = rows * stride;
+    view.strides[1] = stride;
+    items_[count_++] = {&view, bytes_};
+    if (__builtin_add_overflow(bytes_, batch * rows * stride * int64_t{sizeof(Real)}, &bytes_)) throw std::bad_alloc();
   }
+  int64_t bytes() const noexcept { return bytes_; }
+  void place(char* memory) const noexcept {
+    for (int i = 0; i < count_; ++i) items_[i].view->data = reinterpret_cast<Real*>(memory + items_[i].offset);
+  }
+
+ private:
+  struct item {
+    rows_view<Real>* view;
+    int64_t offset;  // whole cache lines, as all strides are
+  };
+  item items_[8];
+  int count_ = 0;
+  int64_t bytes_ = 0;
 };
+
+thread_memory& kept_memory() {
+  thread_local thread_memory kept;
+  return kept;
+}
 
 bool same_view(const array& a, const array& b) {
   return a.data == b.data && std::equal(a.dims, a.dims + a.rank, b.dims) &&
@@ -276,7 +301,8 @@ call_arrays check_call(const mh_mha_weights& w, const mh_mha_call& c) {
     }
   }
   if (c.x_v == nullptr && w.v_embed_dim != w.k_embed_dim) {
-    invalid("x_v is NULL (values from x_k), but v_embed_dim = ", w.v_embed_dim, " is not k_embed_dim = ", w.k_embed_dim);
+    invalid("x_v is NULL (values from x_k), but v_embed_dim = ", w.v_embed_dim,
+            " is not k_embed_dim = ", w.k_embed_dim);
   }
   const bool taken = (c.flags & MH_FLAG_STRIDES) != 0;
   const auto make = [&](const char* name, const void* data, int64_t rows, int64_t columns, const int64_t* strides) {
@@ -291,7 +317,8 @@ call_arrays check_call(const mh_mha_weights& w, const mh_mha_call& c) {
   return a;
 }
 
-// The outputs against what check_tensors did not see: the layer's own inputs and, where attention writes to scratch, the layer's out.
+// The outputs against what check_tensors did not see: the layer's own inputs and, where attention writes to scratch,
+// the layer's out.
 void check_overlaps(const call_arrays& a, const problem& p, const mh_tensors& t) {
   const int64_t real = real_size(p.dtype), index = p.index_type == MH_INDEX_I64 ? 8 : 4;
   const int64_t own = p.kv_len - p.extra_keys;
@@ -374,19 +401,29 @@ class layer final : public mha {
     const int64_t keys = c.kv_len + extra_keys_;
     const bool projects = out_.out > 0;
 
-    rows_buffer<Real> q("the projection of x_q", c.batch, c.q_len, q_.out);
-    rows_buffer<Real> k("the projection of x_k", c.batch, keys, k_.out);
-    rows_buffer<Real> v("the projection of x_v", c.batch, keys, v_.out);
-    rows_buffer<Real> heads;
-    if (projects) heads = rows_buffer<Real>("the heads' results", c.batch, c.q_len, out_.in);
-
-    const problem p = validate(attention_of(c, a, q.view, k.view, v.view, heads.view), extra_keys_);
+    rows_view<Real> q, k, v, heads, x_q_copy, x_k_copy, x_v_copy, out_copy;
+    scratch_layout<Real> layout;
+    layout.add(q, "the projection of x_q", c.batch, c.q_len, q_.out);
+    layout.add(k, "the projection of x_k", c.batch, keys, k_.out);
+    layout.add(v, "the projection of x_v", c.batch, keys, v_.out);
+    if (projects) layout.add(heads, "the heads' results", c.batch, c.q_len, out_.in);
+    const bool k_is_q = same_view(a.x_k, a.x_q), v_is_k = same_view(a.x_v, a.x_k), v_is_q = same_view(a.x_v, a.x_q);
+    const auto add_copy = [&layout](rows_view<Real>& copy, const array& x) {
+      if (!direct(x)) layout.add(copy, x.name, x.dims[0], x.dims[1], x.dims[2]);
+    };
+    add_copy(x_q_copy, a.x_q);
+    if (!k_is_q) add_copy(x_k_copy, a.x_k);
+    if (!v_is_q && !v_is_k) add_copy(x_v_copy, a.x_v);
+    if (projects) add_copy(out_copy, a.out);
+    const problem p = validate(attention_of(c, a, q, k, v, heads), extra_keys_);
+    const borrowed_memory memory(kept_memory(), layout.bytes());
+    layout.place(memory.get());
     mh_tensors t = {};
     t.struct_size = sizeof t;
-    t.q = q.view.data;
-    t.k = k.view.data;
-    t.v = v.view.data;
-    t.out = projects ? heads.view.data : c.out;
+    t.q = q.data;
+    t.k = k.data;
+    t.v = v.data;
+    t.out = projects ? heads.data : c.out;
     t.mask = c.mask;
     t.bias = c.bias;
     t.key_mask = c.key_mask;
@@ -399,32 +436,24 @@ class layer final : public mha {
     if (c.batch == 0 || c.q_len == 0) return;
     const plan attention = make_plan(p, current_isa(), this_machine().l2_bytes);
 
-    // The rest of the memory; nothing of the caller's has been written yet.
-    rows_buffer<Real> x_q_copy, x_k_copy, x_v_copy, out_copy;
-    const rows_view<const Real> x_q = direct(a.x_q, x_q_copy, exec);
-    const rows_view<const Real> x_k = same_view(a.x_k, a.x_q) ? x_q : direct(a.x_k, x_k_copy, exec);
-    const rows_view<const Real> x_v = same_view(a.x_v, a.x_q)   ? x_q
-                                      : same_view(a.x_v, a.x_k) ? x_k
-                                                                : direct(a.x_v, x_v_copy, exec);
-    rows_view<Real> out = {static_cast<Real*>(c.out), {a.out.strides[0], a.out.strides[1]}};
-    const bool out_direct = is_direct(a.out.strides, c.q_len, out_.out);
-    if (projects && !out_direct) {
-      out_copy = rows_buffer<Real>("a copy of out", c.batch, c.q_len, out_.out);
-      out = out_copy.view;
-    }
-
+    const rows_view<const Real> x_q = readable(a.x_q, x_q_copy, exec);
+    const rows_view<const Real> x_k = k_is_q ? x_q : readable(a.x_k, x_k_copy, exec);
+    const rows_view<const Real> x_v = v_is_q ? x_q : v_is_k ? x_k : readable(a.x_v, x_v_copy, exec);
     const product<Real> in_products[] = {
-        make_product(q_, c.batch, c.q_len, x_q, q.view),
-        make_product(k_, c.batch, c.kv_len, x_k, k.view),
-        make_product(v_, c.batch, c.kv_len, x_v, v.view),
+        make_product(q_, c.batch, c.q_len, x_q, q),
+        make_product(k_, c.batch, c.kv_len, x_k, k),
+        make_product(v_, c.batch, c.kv_len, x_v, v),
     };
     multiply(in_products, 3, exec);
-    write_extra_keys(c, k.view, v.view);
+    write_extra_keys(c, k, v);
     manyhead::run(attention, t, exec);
     if (!projects) return;
-    const product<Real> out_product = make_product(out_, c.batch, c.q_len, read_only(heads.view), out);
+    const bool copies = out_copy.data != nullptr;
+    const rows_view<Real> out =
+        copies ? out_copy : rows_view<Real>{static_cast<Real*>(c.out), {a.out.strides[0], a.out.strides[1]}};
+    const product<Real> out_product = make_product(out_, c.batch, c.q_len, read_only(heads), out);
     multiply(&out_product, 1, exec);
-    if (!out_direct) {
+    if (copies) {
       const int64_t from[3] = {out.strides[0], out.strides[1], 1};
       copy_rows(static_cast<const Real*>(out.data), from, static_cast<Real*>(c.out), a.out.strides, a.out.dims, exec);
     }
@@ -438,8 +467,8 @@ class layer final : public mha {
     w.b_q = w.b_k = w.b_v = w.b_o = w.in_proj_bias = w.bias_k = w.bias_v = nullptr;
   }
 
-  mh_problem attention_of(const mh_mha_call& c, const call_arrays& a, const rows_view<Real>& q, const rows_view<Real>& k,
-                          const rows_view<Real>& v, const rows_view<Real>& heads) const {
+  mh_problem attention_of(const mh_mha_call& c, const call_arrays& a, const rows_view<Real>& q,
+                          const rows_view<Real>& k, const rows_view<Real>& v, const rows_view<Real>& heads) const {
     mh_problem p = {};
     p.struct_size = sizeof p;
     p.batch = c.batch;
@@ -484,14 +513,15 @@ class layer final : public mha {
     return p;
   }
 
-  // x as products take it: where it lies, or in a copy.
-  static rows_view<const Real> direct(const array& x, rows_buffer<Real>& copy, const mh_exec& exec) {
+  static bool direct(const array& x) { return is_direct(x.strides, x.dims[1], x.dims[2]); }
+
+  // x as products take it: where it lies, or in the copy that there is room for.
+  static rows_view<const Real> readable(const array& x, const rows_view<Real>& copy, const mh_exec& exec) {
     const Real* data = static_cast<const Real*>(x.data);
-    if (is_direct(x.strides, x.dims[1], x.dims[2])) return {data, {x.strides[0], x.strides[1]}};
-    copy = rows_buffer<Real>("a copy of x", x.dims[0], x.dims[1], x.dims[2]);
-    const int64_t to[3] = {copy.view.strides[0], copy.view.strides[1], 1};
-    copy_rows(data, x.strides, copy.view.data, to, x.dims, exec);
-    return read_only(copy.view);
+    if (copy.data == nullptr) return {data, {x.strides[0], x.strides[1]}};
+    const int64_t to[3] = {copy.strides[0], copy.strides[1], 1};
+    copy_rows(data, x.strides, copy.data, to, x.dims, exec);
+    return read_only(copy);
   }
 
   void write_extra_keys(const mh_mha_call& c, const rows_view<Real>& k, const rows_view<Real>& v) const {

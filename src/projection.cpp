@@ -26,11 +26,12 @@ namespace {
 
 constexpr int64_t most_size = INT_MAX - 63;  // and rounded up to an odd number of cache lines still an int
 
-// OpenBLAS must take one thread for each of our blocks, and many blocks must be able to run at once. How that is had depends on
-// its flavour, which is known at run time only: they all have the same file name.
+// OpenBLAS must take one thread for each of our blocks, and many blocks must be able to run at once. How that is had
+// depends on its flavour, which is known at run time only: they all have the same file name.
 //   pthread  A process-wide number, set to 1 while any layer runs and put back by the last one.
 //   OpenMP   The calling thread's number of OpenMP threads, set to 1 around each block and put back.
-//   serial   Built without locks (by Debian and Ubuntu): concurrent calls share a work buffer and return wrong numbers. Blocks run one
+//   serial   Built without locks (by Debian and Ubuntu): concurrent calls share a work buffer and return wrong numbers.
+//   Blocks run one
 //            at a time, on the calling thread.
 class blas_scope {  // around all blocks of a list
  public:
@@ -92,8 +93,8 @@ void gemv(int out, int in, const double* w, const double* x, double* y) {
   cblas_dgemv(CblasRowMajor, CblasNoTrans, out, in, 1, w, in, x, 1, 1, y, 1);
 }
 
-// Up to this many rows a gemv for each is faster than a gemm, which packs W in every call: 35 against 6 to 24 GFLOP/s for 1 to 4 rows of
-// 768 with the Haswell kernels, W in L2.
+// Up to this many rows a gemv for each is faster than a gemm, which packs W in every call: 35 against 6 to 24 GFLOP/s
+// for 1 to 4 rows of 768 with the Haswell kernels, W in L2.
 constexpr int64_t few_rows = 4;
 
 // y += x W^T
@@ -124,8 +125,8 @@ struct pack {
   static constexpr int64_t lanes = 16 / sizeof(Real);
 };
 
-// Rows x outs dot products at once: with 4 x 2 the sums, 4 vectors of x and 2 of W fit 16 registers. Sums are added in one order,
-// whatever the place of a row in its block.
+// Rows x outs dot products at once: with 4 x 2 the sums, 4 vectors of x and 2 of W fit 16 registers. Sums are added in
+// one order, whatever the place of a row in its block.
 template <int rows, int outs, class Real>
 void add_dots(const Real* x, int64_t x_stride, const Real* w, int64_t in, Real* y, int64_t y_stride) {
   using vector = typename pack<Real>::type;
@@ -162,10 +163,12 @@ void add_block(const Real* x, int64_t x_stride, const Real* w, int64_t in, int64
     const bool pair = j + 2 <= out;
     int64_t i = 0;
     for (; i + 4 <= rows; i += 4) {
-      (pair ? add_dots<4, 2, Real> : add_dots<4, 1, Real>)(x + i * x_stride, x_stride, w + j * in, in, y + i * y_stride + j, y_stride);
+      (pair ? add_dots<4, 2, Real> : add_dots<4, 1, Real>)(x + i * x_stride, x_stride, w + j * in, in,
+                                                           y + i * y_stride + j, y_stride);
     }
     for (; i < rows; ++i) {
-      (pair ? add_dots<1, 2, Real> : add_dots<1, 1, Real>)(x + i * x_stride, x_stride, w + j * in, in, y + i * y_stride + j, y_stride);
+      (pair ? add_dots<1, 2, Real> : add_dots<1, 1, Real>)(x + i * x_stride, x_stride, w + j * in, in,
+                                                           y + i * y_stride + j, y_stride);
     }
   }
 }
@@ -176,10 +179,11 @@ int64_t blocks(int64_t n, int64_t size) { return (n + size - 1) / size; }
 // n in equal parts of at most `most`, but for rounding up to a multiple of `step`.
 int64_t even_part(int64_t n, int64_t most, int64_t step) { return blocks(blocks(n, blocks(n, most)), step) * step; }
 
-// How a product is cut into tasks: panels of outputs times blocks of rows. A task is at most one block of rows of one batch entry, or,
-// where entries are short, whole entries, one after another, so that they find the panel's weights in cache.
+// How a product is cut into tasks: panels of outputs times blocks of rows. A task is at most one block of rows of one
+// batch entry, or, where entries are short, whole entries, one after another, so that they find the panel's weights in
+// cache.
 struct cut {
-  int64_t panel;    // outputs of a task
+  int64_t panel;  // outputs of a task
   int64_t panels;
   int64_t block;    // rows of a task
   int64_t blocks_;  // of an entry
@@ -191,11 +195,12 @@ struct cut {
 
 template <class Real>
 cut cut_of(const product<Real>& p) {
-  if (p.w == nullptr || p.batch == 0 || p.rows == 0) return {};
+  if (p.batch == 0 || p.rows == 0) return {};
   const int64_t out = p.w->out;
   cut c;
-  // Few rows: as fast as W can be read, so panels stay in L2 (256 KB) for the next entry. Many rows: large enough that OpenBLAS's packing
-  // costs little (512 outputs: 5 % less than all at once), small enough to have work for many threads.
+  // Few rows: as fast as W can be read, so panels stay in L2 (256 KB) for the next entry. Many rows: large enough that
+  // OpenBLAS's packing costs little (512 outputs: 5 % less than all at once), small enough to have work for many
+  // threads.
   const int64_t in_cache = (256 << 10) / (p.w->in * static_cast<int64_t>(sizeof(Real)));
   c.panel = even_part(out, p.rows <= 16 ? std::clamp<int64_t>(in_cache, 16, 256) : 512, 16);
   c.panels = blocks(out, c.panel);

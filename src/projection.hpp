@@ -1,8 +1,9 @@
 // The matrix products of the multi-head layer, y = x W^T + b, on OpenBLAS where the build has it.
 //
-// A row's result depends on the rows of its own batch entry at most: OpenBLAS sums in another order for another number of rows, and some
-// of its kernels (Haswell, Zen) also for another place of a row in the product, so no product spans two entries. The products are split
-// into blocks by their sizes alone, and each block is one product on one thread: the same bits for any number of threads.
+// A row's result depends on the rows of its own batch entry at most: OpenBLAS sums in another order for another number
+// of rows, and some of its kernels (Haswell, Zen) also for another place of a row in the product, so no product spans
+// two entries. The products are split into blocks by their sizes alone, and each block is one product on one thread:
+// the same bits for any number of threads.
 #pragma once
 
 #include <cstddef>
@@ -35,8 +36,8 @@ class buffer {
   std::unique_ptr<Real, release> data_;
 };
 
-// Elements from row to row of a scratch matrix: whole cache lines, an odd number of them, so that the rows of a head are spread over all
-// sets of the caches. (With 1024 floats a row, all rows would meet in the same sets.)
+// Elements from row to row of a scratch matrix: whole cache lines, an odd number of them, so that the rows of a head
+// are spread over all sets of the caches. (With 1024 floats a row, all rows would meet in the same sets.)
 template <class Real>
 constexpr int64_t row_stride(int64_t columns) noexcept {
   constexpr int64_t line = 64 / static_cast<int64_t>(sizeof(Real));
@@ -50,8 +51,7 @@ struct linear {
   buffer<Real> weight, bias;
 };
 
-// y[batch, rows, out] = x[batch, rows, in] W^T + b. Elements of a row lie next to each other, at least 0 from row to row. Only w == nullptr
-// stands for nothing to do.
+// y[batch, rows, out] = x[batch, rows, in] W^T + b, with strides that is_direct() accepts. batch and rows may be 0.
 template <class Real>
 struct product {
   const linear<Real>* w;
@@ -68,7 +68,8 @@ bool is_direct(const int64_t* strides, int64_t rows, int64_t columns) noexcept;
 // Fails with MH_UNSUPPORTED where one of a matrix's sizes is more than the product can count.
 void check_product_size(const char* name, int64_t size);
 
-// All products of the list, on at most exec.threads threads. x, y and b do not overlap; the y of different products neither.
+// All products of the list, on at most exec.threads threads. x, y and b do not overlap; the y of different products
+// neither.
 template <class Real>
 void multiply(const product<Real>* products, int64_t count, const mh_exec& exec);
 

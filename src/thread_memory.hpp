@@ -1,0 +1,75 @@
+// Scratch memory that a thread keeps from call to call. Fresh memory of a few MB costs a page fault every 4 KB, each
+// time: 20 % of a layer's run on 8 x 128 tokens.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <new>
+
+namespace manyhead {
+
+// For a thread_local variable, one for each use. Grows to the largest need up to keep_at_most.
+class thread_memory {
+ public:
+  thread_memory() = default;
+  thread_memory(const thread_memory&) = delete;
+  thread_memory& operator=(const thread_memory&) = delete;
+  ~thread_memory() { std::free(data_); }
+
+ private:
+  friend class borrowed_memory;
+  static constexpr int64_t keep_at_most = 64 << 20;
+
+  char* data_ = nullptr;
+  int64_t size_ = 0;
+  bool busy_ = false;
+};
+
+// 64-byte aligned bytes: the thread's, or, where those are in use (a host's pool may run another call inside ours) or
+// the need is large, its own. Throws std::bad_alloc.
+class borrowed_memory {
+ public:
+  borrowed_memory(thread_memory& kept, int64_t bytes) {
+    if (kept.busy_ || bytes > thread_memory::keep_at_most) {
+      data_ = allocate(bytes);
+      return;
+    }
+    if (bytes > kept.size_) {
+      std::free(kept.data_);
+      kept.data_ = nullptr;
+      kept.size_ = 0;
+      kept.data_ = allocate(bytes);
+      kept.size_ = bytes;
+    }
+    kept.busy_ = true;
+    from_ = &kept;
+    data_ = kept.data_;
+  }
+  ~borrowed_memory() {
+    if (from_ != nullptr) {
+      from_->busy_ = false;
+    } else {
+      std::free(data_);
+    }
+  }
+  borrowed_memory(const borrowed_memory&) = delete;
+  borrowed_memory& operator=(const borrowed_memory&) = delete;
+
+  char* get() const noexcept { return data_; }
+
+ private:
+  static char* allocate(int64_t bytes) {
+    constexpr int64_t line = 64;
+    if (bytes > INT64_MAX - line) throw std::bad_alloc();
+    void* p = std::aligned_alloc(line, static_cast<size_t>((std::max<int64_t>(bytes, 1) + line - 1) / line * line));
+    if (p == nullptr) throw std::bad_alloc();
+    return static_cast<char*>(p);
+  }
+
+  thread_memory* from_ = nullptr;
+  char* data_ = nullptr;
+};
+
+}  // namespace manyhead
