@@ -1,0 +1,283 @@
+// The C border: every function of manyhead.h. Each reads the caller's structs, calls the core, and turns whatever is
+// thrown into a status and the text of mh_last_error(). Nothing is decided or computed here.
+#include "manyhead/manyhead.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <exception>
+#include <new>
+#include <stdexcept>
+#include <string>
+
+#include "check.hpp"
+#include "machine.hpp"
+#include "merge.hpp"
+#include "mha.hpp"
+#include "plan.hpp"
+#include "problem.hpp"
+#include "registry.hpp"
+#include "scheduler.hpp"
+
+struct mh_plan {
+  manyhead::plan plan;
+};
+
+namespace {
+
+using manyhead::check_at_least;
+using manyhead::check_zero;
+using manyhead::invalid;
+using manyhead::read_struct;
+
+thread_local char last_error[1024];  // fixed, so that reporting "out of memory" needs none
+
+mh_status report(mh_status status, const char* text) noexcept {
+  const size_t size = std::min(std::strlen(text), sizeof last_error - 1);
+  std::memcpy(last_error, text, size);
+  last_error[size] = 0;
+  return status;
+}
+
+template <typename Function>
+mh_status guarded(Function&& function) noexcept {
+  try {
+    function();
+    return MH_OK;
+  } catch (const manyhead::error& e) {
+    return report(e.status(), e.what());
+  } catch (const std::bad_alloc&) {
+    return report(MH_OUT_OF_MEMORY, "out of memory");
+  } catch (const std::length_error&) {  // a container asked to grow past its max_size
+    return report(MH_OUT_OF_MEMORY, "out of memory");
+  } catch (const std::exception& e) {
+    report(MH_INTERNAL_ERROR, "exception: ");
+    const size_t used = std::strlen(last_error), size = std::min(std::strlen(e.what()), sizeof last_error - 1 - used);
+    std::memcpy(last_error + used, e.what(), size);
+    last_error[used + size] = 0;
+    return MH_INTERNAL_ERROR;
+  } catch (...) {
+    return report(MH_INTERNAL_ERROR, "an exception that is not a std::exception");
+  }
+}
+
+// What new plans and layers take from the environment. current_isa() reports a bad MH_ISA itself.
+const manyhead::kernel_table& isa_of_new_plans() {
+  const std::string& error = manyhead::this_machine().threads_error;
+  if (!error.empty()) invalid(error);
+  return manyhead::current_isa();
+}
+
+manyhead::plan make_plan(const mh_problem* problem) {
+  if (problem == nullptr) invalid("problem is NULL");
+  const manyhead::problem checked = manyhead::validate(*problem);
+  return manyhead::make_plan(checked, isa_of_new_plans(), manyhead::this_machine().l2_bytes);
+}
+
+mh_exec read_exec(const mh_exec* user) {
+  mh_exec exec = {};
+  exec.struct_size = sizeof exec;
+  if (user == nullptr) return exec;
+  exec = read_struct(user, offsetof(mh_exec, parallel_for), "exec");
+  check_at_least("exec.threads", exec.threads, 0);
+  check_zero("exec.reserved0", exec.reserved0);
+  if (exec.parallel_for == nullptr && exec.parallel_ctx != nullptr) {
+    invalid("exec.parallel_for is NULL, must be a function where parallel_ctx is not NULL");
+  }
+  const auto address = reinterpret_cast<uintptr_t>(exec.workspace);
+  if (address % 64 != 0) invalid("exec.workspace is at address ", address, ", must be a multiple of 64");
+  if (address == 0 && exec.workspace_size != 0) {
+    invalid("exec.workspace is NULL, but workspace_size is ", exec.workspace_size);
+  }
+  return exec;
+}
+
+void run(const manyhead::plan& plan, const mh_tensors* tensors, const mh_exec* exec) {
+  if (tensors == nullptr) invalid("tensors is NULL");
+  const mh_exec checked = read_exec(exec);
+  const mh_tensors t = manyhead::check_tensors(plan.p, *tensors);
+  manyhead::check_workspace(plan.p, t, checked);
+  manyhead::run(plan, t, checked);
+}
+
+void copy_text(const std::string& text, char* buffer, size_t size, size_t* needed) {
+  if (buffer == nullptr && size != 0) invalid("buffer is NULL, but size is ", size);
+  if (needed != nullptr) *needed = text.size() + 1;
+  if (size == 0) return;
+  const size_t copied = std::min(text.size(), size - 1);
+  std::memcpy(buffer, text.data(), copied);
+  buffer[copied] = 0;
+}
+
+std::string quoted(const std::string& text) {
+  std::string result = "\"";
+  for (const char c : text) {
+    if (c == '"' || c == '\\') result += '\\';
+    result += c >= 0 && c < ' ' ? ' ' : c;
+  }
+  return result + "\"";
+}
+
+std::string machine_json() {
+  const manyhead::machine& m = manyhead::this_machine();
+  std::string isas, json;
+  for (int32_t i = 0; i < manyhead::isa_count(); ++i) {
+    isas += std::string(i > 0 ? ", " : "") + quoted(manyhead::isa_table(i)->isa) +
+            (manyhead::isa_supported(i) ? ": true" : ": false");
+  }
+  const auto add = [&json](const char* key, const std::string& value) {
+    json += std::string(json.empty() ? "{\"" : ", \"") + key + "\": " + value;
+  };
+  add("version", quoted(mh_version()));
+  add("cpu", quoted(m.cpu_name));
+  add("isa", quoted(manyhead::current_isa().isa));
+  add("isas", "{" + isas + "}");
+  add("threads", std::to_string(manyhead::max_threads()));
+  add("cpus", std::to_string(m.cpus));
+  add("l1_bytes", std::to_string(m.l1_bytes));
+  add("l2_bytes", std::to_string(m.l2_bytes));
+  add("l3_bytes", std::to_string(m.l3_bytes));
+  return json + "}";
+}
+
+}  // namespace
+
+extern "C" {
+
+const char* mh_status_name(int32_t status) {
+  switch (status) {
+    case MH_OK: return "MH_OK";
+    case MH_INVALID_ARGUMENT: return "MH_INVALID_ARGUMENT";
+    case MH_UNSUPPORTED: return "MH_UNSUPPORTED";
+    case MH_OUT_OF_MEMORY: return "MH_OUT_OF_MEMORY";
+    case MH_INTERNAL_ERROR: return "MH_INTERNAL_ERROR";
+    default: return "unknown";
+  }
+}
+
+const char* mh_last_error(void) { return last_error; }
+
+#define MH_TEXT_(x) #x
+#define MH_TEXT(x) MH_TEXT_(x)
+const char* mh_version(void) {
+  return MH_TEXT(MH_VERSION_MAJOR) "." MH_TEXT(MH_VERSION_MINOR) "." MH_TEXT(MH_VERSION_PATCH);
+}
+
+int32_t mh_version_number(void) { return MH_VERSION_MAJOR * 10000 + MH_VERSION_MINOR * 100 + MH_VERSION_PATCH; }
+
+int32_t mh_dtype_count(void) { return MH_DTYPE_F16 + 1; }
+const char* mh_dtype_name(int32_t dtype) { return manyhead::dtype_name(dtype); }
+size_t mh_dtype_size(int32_t dtype) { return static_cast<size_t>(manyhead::dtype_size(dtype)); }
+
+int32_t mh_isa_count(void) { return manyhead::isa_count(); }
+
+const char* mh_isa_name(int32_t isa) {
+  const manyhead::kernel_table* table = manyhead::isa_table(isa);
+  return table != nullptr ? table->isa : nullptr;
+}
+
+int32_t mh_isa_supported(int32_t isa) { return manyhead::isa_supported(isa) ? 1 : 0; }
+
+const char* mh_isa_current(void) {
+  const char* name = nullptr;
+  guarded([&] { name = manyhead::current_isa().isa; });
+  return name;
+}
+
+mh_status mh_set_isa(const char* name) {
+  return guarded([&] { manyhead::set_isa(name); });
+}
+
+int32_t mh_threads(void) { return manyhead::max_threads(); }
+
+mh_status mh_set_threads(int32_t threads) {
+  return guarded([&] {
+    check_at_least("threads", threads, 0);
+    manyhead::set_max_threads(threads);
+  });
+}
+
+mh_status mh_machine_describe(char* buffer, size_t size, size_t* needed) {
+  return guarded([&] { copy_text(machine_json(), buffer, size, needed); });
+}
+
+mh_status mh_plan_create(const mh_problem* problem, mh_plan** plan) {
+  return guarded([&] {
+    if (plan == nullptr) invalid("plan is NULL");
+    *plan = nullptr;
+    *plan = new mh_plan{make_plan(problem)};
+  });
+}
+
+void mh_plan_destroy(mh_plan* plan) { delete plan; }
+
+size_t mh_plan_workspace_size(const mh_plan* plan, int32_t threads) {
+  size_t bytes = 0;
+  guarded([&] {
+    if (plan == nullptr) invalid("plan is NULL");
+    check_at_least("threads", threads, 0);
+    bytes = static_cast<size_t>(manyhead::workspace_bytes(plan->plan, threads));
+  });
+  return bytes;
+}
+
+mh_status mh_plan_run(const mh_plan* plan, const mh_tensors* tensors, const mh_exec* exec) {
+  return guarded([&] {
+    if (plan == nullptr) invalid("plan is NULL");
+    run(plan->plan, tensors, exec);
+  });
+}
+
+mh_status mh_attention(const mh_problem* problem, const mh_tensors* tensors, const mh_exec* exec) {
+  return guarded([&] { run(make_plan(problem), tensors, exec); });
+}
+
+mh_status mh_plan_describe(const mh_plan* plan, int32_t format, char* buffer, size_t size, size_t* needed) {
+  return guarded([&] {
+    if (plan == nullptr) invalid("plan is NULL");
+    manyhead::check_enum("format", format, MH_FORMAT_JSON);
+    copy_text(manyhead::describe(plan->plan, format == MH_FORMAT_JSON), buffer, size, needed);
+  });
+}
+
+mh_status mh_merge_states(const mh_merge* merge, const void* outs, const void* lses, void* out, void* lse) {
+  return guarded([&] {
+    if (merge == nullptr) invalid("merge is NULL");
+    manyhead::merge_states(*merge, outs, lses, out, lse);
+  });
+}
+
+mh_status mh_merge_state(const mh_merge* merge, const void* out_a, const void* lse_a, const void* out_b,
+                         const void* lse_b, void* out, void* lse) {
+  return guarded([&] {
+    if (merge == nullptr) invalid("merge is NULL");
+    manyhead::merge_state(*merge, out_a, lse_a, out_b, lse_b, out, lse);
+  });
+}
+
+// mh_mha is manyhead::mha, seen from outside.
+mh_status mh_mha_create(const mh_mha_weights* weights, mh_mha** mha) {
+  return guarded([&] {
+    if (mha == nullptr) invalid("mha is NULL");
+    *mha = nullptr;
+    const mh_mha_weights read = read_struct(weights, offsetof(mh_mha_weights, b_q), "weights");
+    isa_of_new_plans();
+    *mha = reinterpret_cast<mh_mha*>(manyhead::make_mha(read));
+  });
+}
+
+void mh_mha_destroy(mh_mha* mha) { manyhead::destroy_mha(reinterpret_cast<manyhead::mha*>(mha)); }
+
+mh_status mh_mha_run(const mh_mha* mha, const mh_mha_call* call, const mh_exec* exec) {
+  return guarded([&] {
+    if (mha == nullptr) invalid("mha is NULL");
+    const mh_mha_call read = read_struct(call, offsetof(mh_mha_call, mask), "call");
+    mh_exec threads = read_exec(exec);
+    threads.workspace = nullptr;  // documented: the layer keeps its own
+    threads.workspace_size = 0;
+    manyhead::run_mha(*reinterpret_cast<const manyhead::mha*>(mha), read, threads);
+  });
+}
+
+}  // extern "C"

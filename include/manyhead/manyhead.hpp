@@ -1,0 +1,300 @@
+// manyhead for C++20: a view of manyhead.h with RAII, spans and exceptions. Header only; link with libmanyhead.
+//
+//   std::vector<float> q(2 * 8 * 128 * 64), k(2 * 2 * 128 * 64), v(k), out(q.size());   // and fill them
+//   manyhead::arguments<float> a{
+//       .q = {q, {2, 8, 128, 64}},  // [batch, heads, q_len, head_dim]
+//       .k = {k, {2, 2, 128, 64}},  // [batch, kv_heads, kv_len, head_dim]
+//       .v = {v, {2, 2, 128, 64}},  // [batch, kv_heads, kv_len, v_dim]
+//       .out = {out, {2, 8, 128, 64}},
+//       .causal = true,
+//   };
+//   manyhead::attention(a);   // throws manyhead::error
+//
+//   manyhead::plan plan(a);   // the same in two steps: once the plan,
+//   plan.run(a);              // many times the run, also from several threads, with other data of the same layout
+//
+// What the arguments mean stands in manyhead.h.
+#ifndef MANYHEAD_MANYHEAD_HPP
+#define MANYHEAD_MANYHEAD_HPP
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+
+#include "manyhead/manyhead.h"
+
+namespace manyhead {
+inline namespace cpp {  // apart from names inside the library, should someone link both
+
+class error : public std::runtime_error {
+ public:
+  error(mh_status status, const std::string& text) : std::runtime_error(text), status_(status) {}
+  mh_status status() const noexcept { return status_; }
+
+ private:
+  mh_status status_;
+};
+
+// Throws what mh_last_error() says, unless status is MH_OK. For calls of manyhead.h itself.
+inline void check(mh_status status) {
+  if (status != MH_OK) throw error(status, mh_last_error());
+}
+
+// Any struct of manyhead.h with all defaults: make<mh_problem>(), make<mh_mha_weights>(), make<mh_exec>(), ...
+template <typename Struct>
+Struct make() noexcept {
+  Struct s{};
+  s.struct_size = sizeof s;
+  return s;
+}
+
+// Elements are float, double, or 16 bits that only manyhead looks into.
+enum class bf16 : uint16_t {};
+enum class f16 : uint16_t {};
+template <typename T>
+inline constexpr int32_t dtype_of = -1;
+template <>
+inline constexpr int32_t dtype_of<float> = MH_DTYPE_F32;
+template <>
+inline constexpr int32_t dtype_of<double> = MH_DTYPE_F64;
+template <>
+inline constexpr int32_t dtype_of<bf16> = MH_DTYPE_BF16;
+template <>
+inline constexpr int32_t dtype_of<f16> = MH_DTYPE_F16;
+
+// A strided array in someone's memory; without data it means "none". Strides count elements.
+template <typename T, size_t Rank>
+struct view {
+  using indices = std::array<int64_t, Rank>;
+
+  T* data = nullptr;
+  indices dims{};
+  indices strides{};
+
+  view() = default;
+  view(T* first, const indices& shape, const indices& steps) : data(first), dims(shape), strides(steps) {}
+  // Contiguous; throws where `elements` are too few. May be made from a std::vector or std::array.
+  view(std::span<T> elements, const indices& shape) : data(elements.data()), dims(shape) {
+    int64_t size = 1;
+    bool fits = true, empty = false;
+    for (size_t i = Rank; i-- > 0;) {
+      strides[i] = size;
+      fits = fits && dims[i] >= 0 && !__builtin_mul_overflow(size, std::max<int64_t>(dims[i], 1), &size);
+      empty = empty || dims[i] == 0;
+    }
+    if (!fits || (!empty && size > std::ssize(elements))) {
+      throw error(MH_INVALID_ARGUMENT,
+                  "shape [" + text(dims) + "] does not fit " + std::to_string(elements.size()) + " elements");
+    }
+  }
+
+  explicit operator bool() const noexcept { return data != nullptr; }
+
+  static std::string text(const indices& dims) {
+    std::string result;
+    for (const int64_t d : dims) result += (result.empty() ? "" : ", ") + std::to_string(d);
+    return result;
+  }
+};
+
+// Everything about one attention call. T: element of q, k, v, out. Index: int32_t or int64_t.
+template <typename T, typename Index = int32_t>
+struct arguments {
+  static_assert(dtype_of<T> >= 0, "elements are float, double, manyhead::bf16 or manyhead::f16");
+  static_assert(std::is_same_v<Index, int32_t> || std::is_same_v<Index, int64_t>);
+  using real = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+  view<const T, 4> q{};
+  view<const T, 4> k{};
+  view<const T, 4> v{};
+  view<T, 4> out{};
+
+  std::optional<double> scale{};  // none: 1 / sqrt(head_dim)
+  double softcap = 0;
+  bool causal = false;
+  mh_align align = MH_ALIGN_UNSET;
+  int64_t q_offset = 0;
+  int64_t window_left = -1;  // -1: no bound
+  int64_t window_right = -1;
+
+  // Optional inputs. A dimension of 1 is broadcast.
+  view<const uint8_t, 4> mask{};
+  view<const T, 4> bias{};
+  view<const uint8_t, 2> key_mask{};
+  std::span<const Index> seqused_k{};    // [batch]
+  std::span<const Index> q_offsets{};    // [batch], with MH_ALIGN_OFFSET
+  std::span<const real> alibi_slopes{};  // [heads] or [batch, heads]
+  mh_alibi_mode alibi_mode = MH_ALIBI_ABS;
+  std::span<const real> sinks{};  // [heads]
+
+  // Optional outputs.
+  view<real, 3> lse{};
+  mh_lse_base lse_base = MH_LSE_NATURAL;
+  view<real, 4> weights{};
+  view<real, 3> mean_weights{};
+  view<real, 3> column_sums{};
+  view<real, 4> scores{};
+  mh_score_stage scores_stage = MH_SCORES_RAW;
+
+  // What manyhead.h is given. Throws where a shape does not agree with those of q, k and v.
+  mh_problem problem() const {
+    mh_problem p = make<mh_problem>();
+    p.batch = q.dims[0], p.heads = q.dims[1], p.q_len = q.dims[2], p.head_dim = q.dims[3];
+    p.kv_heads = k.dims[1], p.kv_len = k.dims[2], p.v_dim = v.dims[3];
+    if (p.kv_heads < 1 || p.v_dim < 1) throw error(MH_INVALID_ARGUMENT, "k.dims[1] and v.dims[3] must be >= 1");
+    p.dtype = p.bias_dtype = dtype_of<T>;
+    p.index_type = std::is_same_v<Index, int64_t> ? MH_INDEX_I64 : MH_INDEX_I32;
+    p.flags = MH_FLAG_STRIDES | MH_FLAG_WINDOW | (scale ? MH_FLAG_SCALE : 0u);
+    p.scale = scale.value_or(0.0);
+    p.softcap = softcap;
+    p.causal = causal;
+    p.align = align, p.q_offset = q_offset;
+    p.window_left = window_left, p.window_right = window_right;
+    p.alibi_mode = alibi_mode, p.lse_base = lse_base, p.scores_stage = scores_stage;
+    const int64_t b = p.batch, h = p.heads, g = p.kv_heads, m = p.q_len, n = p.kv_len;
+    take("q", q, {b, h, m, p.head_dim}, p.q_strides);
+    take("k", k, {b, g, n, p.head_dim}, p.k_strides);
+    take("v", v, {b, g, n, p.v_dim}, p.v_strides);
+    take("out", out, {b, h, m, p.v_dim}, p.out_strides);
+    if (mask) p.inputs |= MH_INPUT_MASK, take("mask", mask, {b, h, m, n}, p.mask_strides);
+    if (bias) p.inputs |= MH_INPUT_BIAS, take("bias", bias, {b, h, m, n}, p.bias_strides);
+    if (key_mask) p.inputs |= MH_INPUT_KEY_MASK, take("key_mask", key_mask, {b, n}, p.key_mask_strides);
+    if (size("seqused_k", seqused_k, b)) p.inputs |= MH_INPUT_SEQUSED_K;
+    if (size("q_offsets", q_offsets, b)) p.inputs |= MH_INPUT_Q_OFFSET;
+    if (size("sinks", sinks, h)) p.inputs |= MH_INPUT_SINKS;
+    const bool shared_slopes = std::ssize(alibi_slopes) == h;
+    if (size("alibi_slopes", alibi_slopes, shared_slopes ? h : b * h)) p.inputs |= MH_INPUT_ALIBI;
+    if (alibi_slopes.data() != nullptr && !shared_slopes) p.alibi_batch_stride = h;
+    if (lse) p.outputs |= MH_OUTPUT_LSE, take("lse", lse, {b, h, m}, p.lse_strides);
+    if (weights) p.outputs |= MH_OUTPUT_WEIGHTS, take("weights", weights, {b, h, m, n}, p.weights_strides);
+    if (mean_weights) {
+      p.outputs |= MH_OUTPUT_MEAN_WEIGHTS, take("mean_weights", mean_weights, {b, m, n}, p.mean_weights_strides);
+    }
+    if (column_sums) {
+      p.outputs |= MH_OUTPUT_COLUMN_SUMS, take("column_sums", column_sums, {b, h, n}, p.column_sums_strides);
+    }
+    if (scores) p.outputs |= MH_OUTPUT_SCORES, take("scores", scores, {b, h, m, n}, p.scores_strides);
+    return p;
+  }
+
+  mh_tensors tensors() const noexcept {
+    mh_tensors t = make<mh_tensors>();
+    t.q = q.data, t.k = k.data, t.v = v.data, t.out = out.data;
+    t.mask = mask.data, t.bias = bias.data, t.key_mask = key_mask.data;
+    t.seqused_k = seqused_k.data(), t.q_offset = q_offsets.data();
+    t.alibi_slopes = alibi_slopes.data(), t.sinks = sinks.data();
+    t.lse = lse.data, t.weights = weights.data, t.mean_weights = mean_weights.data;
+    t.column_sums = column_sums.data, t.scores = scores.data;
+    return t;
+  }
+
+ private:
+  template <typename U, size_t Rank>
+  static void take(const char* name, const view<U, Rank>& a, const std::array<int64_t, Rank>& dims, int64_t* strides) {
+    for (size_t i = 0; i < Rank; ++i) {
+      if (a.dims[i] != dims[i] && (a.dims[i] != 1 || !std::is_const_v<U>)) {
+        throw error(MH_INVALID_ARGUMENT,
+                    std::string(name) + " has shape [" + a.text(a.dims) + "], must be [" + a.text(dims) + "]");
+      }
+      strides[i] = a.dims[i] == dims[i] ? a.strides[i] : 0;
+    }
+  }
+  template <typename U>
+  static bool size(const char* name, std::span<const U> a, int64_t expected) {
+    if (a.data() == nullptr) return false;
+    if (std::ssize(a) == expected) return true;
+    throw error(MH_INVALID_ARGUMENT, std::string(name) + " has " + std::to_string(a.size()) + " elements, must have " +
+                                         std::to_string(expected));
+  }
+};
+
+// A handle of manyhead.h and the function that ends it.
+template <auto Destroy>
+struct destroyer {
+  void operator()(auto* handle) const noexcept { Destroy(handle); }
+};
+
+// Exec for at most `threads` threads; 0 = mh_threads().
+inline mh_exec with_threads(int32_t threads) noexcept {
+  mh_exec exec = make<mh_exec>();
+  exec.threads = threads;
+  return exec;
+}
+
+class plan {
+ public:
+  explicit plan(const mh_problem& problem) : problem_(problem) {
+    mh_plan* made = nullptr;
+    check(mh_plan_create(&problem, &made));
+    plan_.reset(made);
+  }
+  template <typename T, typename Index>
+  explicit plan(const arguments<T, Index>& a) : plan(a.problem()) {}
+
+  void run(const mh_tensors& tensors, const mh_exec& exec = with_threads(0)) const {
+    check(mh_plan_run(plan_.get(), &tensors, &exec));
+  }
+  // Throws where `a` differs from what the plan was made of in more than its pointers.
+  template <typename T, typename Index>
+  void run(const arguments<T, Index>& a, const mh_exec& exec = with_threads(0)) const {
+    const mh_problem p = a.problem();
+    if (std::memcmp(&p, &problem_, sizeof p) != 0) {  // it has no padding
+      throw error(MH_INVALID_ARGUMENT,
+                  "the arguments differ from those that the plan was made of in more than pointers");
+    }
+    run(a.tensors(), exec);
+  }
+
+  size_t workspace_size(int32_t threads = 0) const noexcept { return mh_plan_workspace_size(plan_.get(), threads); }
+
+  std::string describe(mh_format format = MH_FORMAT_LINE) const {
+    size_t needed = 0;
+    check(mh_plan_describe(plan_.get(), format, nullptr, 0, &needed));
+    std::string text(needed - 1, ' ');
+    check(mh_plan_describe(plan_.get(), format, text.data(), needed, nullptr));
+    return text;
+  }
+
+  mh_plan* get() const noexcept { return plan_.get(); }
+
+ private:
+  mh_problem problem_;
+  std::unique_ptr<mh_plan, destroyer<mh_plan_destroy>> plan_;
+};
+
+template <typename T, typename Index>
+void attention(const arguments<T, Index>& a, const mh_exec& exec = with_threads(0)) {
+  const mh_problem p = a.problem();
+  const mh_tensors t = a.tensors();
+  check(mh_attention(&p, &t, &exec));
+}
+
+// The multi-head layer. The weights are copied: their arrays are not needed afterwards.
+class layer {
+ public:
+  explicit layer(const mh_mha_weights& weights) {
+    mh_mha* made = nullptr;
+    check(mh_mha_create(&weights, &made));
+    mha_.reset(made);
+  }
+  void run(const mh_mha_call& call, const mh_exec& exec = with_threads(0)) const {
+    check(mh_mha_run(mha_.get(), &call, &exec));
+  }
+  mh_mha* get() const noexcept { return mha_.get(); }
+
+ private:
+  std::unique_ptr<mh_mha, destroyer<mh_mha_destroy>> mha_;
+};
+
+}  // namespace cpp
+}  // namespace manyhead
+
+#endif  // MANYHEAD_MANYHEAD_HPP

@@ -1,0 +1,231 @@
+// manyhead.hpp as a C++ program uses it. What the C functions compute is checked elsewhere; here, that the view hands
+// them the right thing, throws what they say, and refuses shapes that do not agree.
+#include "manyhead/manyhead.hpp"
+
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include <doctest/doctest.h>
+
+#include <cmath>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+namespace {
+
+std::vector<float> numbers(size_t count, uint32_t seed) {
+  std::vector<float> result(count);
+  for (float& x : result) {
+    seed = seed * 1664525u + 1013904223u;
+    x = static_cast<float>(static_cast<int32_t>(seed)) / 2147483648.0f;
+  }
+  return result;
+}
+
+template <typename Function>
+std::string thrown_by(Function&& function, mh_status expected = MH_INVALID_ARGUMENT) {
+  try {
+    function();
+  } catch (const manyhead::error& e) {
+    CHECK(e.status() == expected);
+    return e.what();
+  }
+  return "nothing was thrown";
+}
+
+bool has(const std::string& text, const char* part) { return text.find(part) != text.npos; }
+
+constexpr int64_t B = 2, H = 4, G = 2, M = 3, N = 5, D = 8, V = 6;
+
+struct arrays {
+  std::vector<float> q = numbers(B * H * M * D, 1), k = numbers(B * G * N * D, 2), v = numbers(B * G * N * V, 3);
+  std::vector<float> out = std::vector<float>(B * H * M * V, NAN);
+
+  manyhead::arguments<float> arguments() {
+    return {.q = {q, {B, H, M, D}}, .k = {k, {B, G, N, D}}, .v = {v, {B, G, N, V}}, .out = {out, {B, H, M, V}}};
+  }
+};
+
+}  // namespace
+
+TEST_CASE("the example of the header") {
+  std::vector<float> q(2 * 8 * 128 * 64), k(2 * 2 * 128 * 64), v(k), out(q.size());  // and fill them
+  v.assign(v.size(), 3.0f);
+  manyhead::arguments<float> a{
+      .q = {q, {2, 8, 128, 64}},  // [batch, heads, q_len, head_dim]
+      .k = {k, {2, 2, 128, 64}},  // [batch, kv_heads, kv_len, head_dim]
+      .v = {v, {2, 2, 128, 64}},  // [batch, kv_heads, kv_len, v_dim]
+      .out = {out, {2, 8, 128, 64}},
+      .causal = true,
+  };
+  manyhead::attention(a);  // throws manyhead::error
+  CHECK(out.front() == doctest::Approx(3));
+  CHECK(out.back() == doctest::Approx(3));
+
+  out.assign(out.size(), 0.0f);
+  manyhead::plan plan(a);  // the same in two steps: once the plan,
+  plan.run(a);             // many times the run, also from several threads, with other data of the same layout
+  CHECK(out.front() == doctest::Approx(3));
+  CHECK(has(plan.describe(), "f32 b2 h8/2 q128 kv128 d64 causal"));
+  CHECK(has(plan.describe(MH_FORMAT_JSON), "{"));
+  CHECK(plan.workspace_size(1) <= plan.workspace_size(8));
+}
+
+TEST_CASE("arguments become the problem and the tensors of the C interface") {
+  arrays x;
+  manyhead::arguments<float> a = x.arguments();
+  const auto mask = std::vector<uint8_t>(H * N, 1), key_mask = std::vector<uint8_t>(B * N, 1);
+  const auto bias = numbers(M * N, 4), slopes = numbers(B * H, 5), sinks = numbers(H, 6);
+  const std::vector<int32_t> used{5, 4}, offsets{2, 1};
+  std::vector<float> lse(B * H * M), weights(B * H * M * N), mean(B * M * N), sums(B * H * N), scores(weights.size());
+  a.scale = 0.0;
+  a.softcap = 3;
+  a.causal = true;
+  a.align = MH_ALIGN_OFFSET;
+  a.window_left = 4;
+  a.mask = {mask, {1, H, 1, N}};
+  a.bias = {bias, {1, 1, M, N}};
+  a.key_mask = {key_mask, {B, N}};
+  a.seqused_k = used;
+  a.q_offsets = offsets;
+  a.alibi_slopes = slopes;
+  a.alibi_mode = MH_ALIBI_SIGNED;
+  a.sinks = sinks;
+  a.lse = {lse, {B, H, M}};
+  a.lse_base = MH_LSE_BASE2;
+  a.weights = {weights, {B, H, M, N}};
+  a.mean_weights = {mean, {B, M, N}};
+  a.column_sums = {sums, {B, H, N}};
+  a.scores = {scores, {B, H, M, N}};
+  a.scores_stage = MH_SCORES_BIASED;
+
+  const mh_problem p = a.problem();
+  CHECK(p.struct_size == sizeof p);
+  CHECK(p.kv_heads == G);
+  CHECK(p.v_dim == V);
+  CHECK(p.flags == (MH_FLAG_SCALE | MH_FLAG_STRIDES | MH_FLAG_WINDOW));
+  CHECK(p.window_right == -1);
+  CHECK(p.mask_strides[0] == 0);
+  CHECK(p.mask_strides[1] == N);
+  CHECK(p.mask_strides[2] == 0);
+  CHECK(p.bias_strides[1] == 0);
+  CHECK(p.bias_strides[2] == N);
+  CHECK(p.alibi_batch_stride == H);
+  CHECK(p.q_strides[0] == H * M * D);
+  const mh_tensors t = a.tensors();
+  CHECK(t.seqused_k == used.data());
+  CHECK(t.scores == scores.data());
+  manyhead::attention(a);
+  for (int64_t row = 0; row < B * H * M; ++row) {  // weights and the sink share the denominator that lse tells
+    double sum = std::exp2(std::log2(std::exp(1.0)) * sinks[static_cast<size_t>(row / M % H)] -
+                           static_cast<double>(lse[static_cast<size_t>(row)]));
+    for (int64_t j = 0; j < N; ++j) sum += static_cast<double>(weights[static_cast<size_t>(row * N + j)]);
+    CHECK(sum == doctest::Approx(1));
+  }
+
+  a.alibi_slopes = std::span(slopes).first(H);
+  CHECK(a.problem().alibi_batch_stride == 0);
+}
+
+TEST_CASE("other element and index types") {
+  const std::vector<manyhead::bf16> ones(4, manyhead::bf16{0x3f80});
+  std::vector<manyhead::bf16> out(4);
+  manyhead::attention(manyhead::arguments<manyhead::bf16>{
+      .q = {ones, {1, 1, 2, 2}}, .k = {ones, {1, 1, 2, 2}}, .v = {ones, {1, 1, 2, 2}}, .out = {out, {1, 1, 2, 2}}});
+  CHECK(out == ones);
+
+  const std::vector<double> x(4, 2.0);
+  const std::vector<int64_t> used{1};
+  std::vector<double> result(4), weights(4);
+  const manyhead::arguments<double, int64_t> a{.q = {x, {1, 1, 2, 2}},
+                                               .k = {x, {1, 1, 2, 2}},
+                                               .v = {x, {1, 1, 2, 2}},
+                                               .out = {result, {1, 1, 2, 2}},
+                                               .seqused_k = used,
+                                               .weights = {weights, {1, 1, 2, 2}}};
+  CHECK(a.problem().index_type == MH_INDEX_I64);
+  CHECK(a.problem().dtype == MH_DTYPE_F64);
+  manyhead::attention(a, manyhead::with_threads(1));
+  CHECK(result == x);
+  CHECK(weights == std::vector<double>{1, 0, 1, 0});
+  CHECK(manyhead::dtype_of<manyhead::f16> == MH_DTYPE_F16);
+}
+
+TEST_CASE("strided views") {
+  arrays x, y;
+  manyhead::attention(x.arguments());
+  // out as [batch, q_len, heads, v_dim]
+  manyhead::arguments<float> a = y.arguments();
+  a.out = {y.out.data(), {B, H, M, V}, {M * H * V, V, H * V, 1}};
+  manyhead::attention(a);
+  for (int64_t b = 0; b < B; ++b) {
+    for (int64_t h = 0; h < H; ++h) {
+      for (int64_t i = 0; i < M * V; ++i) {
+        const int64_t row = i / V, column = i % V;
+        REQUIRE(y.out[static_cast<size_t>(((b * M + row) * H + h) * V + column)] ==
+                x.out[static_cast<size_t>((b * H + h) * M * V + i)]);
+      }
+    }
+  }
+}
+
+TEST_CASE("what is wrong is thrown") {
+  arrays x;
+  const auto changed = [&](auto change) {
+    return thrown_by([&] {
+      manyhead::arguments<float> a = x.arguments();
+      change(a);
+      manyhead::attention(a);
+    });
+  };
+  CHECK(has(changed([](auto& a) { a.softcap = -2; }), "softcap is -2"));
+  CHECK(has(changed([](auto& a) { a.causal = true; }), "MH_ALIGN_TOP_LEFT or MH_ALIGN_BOTTOM_RIGHT"));
+  CHECK(has(changed([](auto& a) { a.v.dims[2] = N - 1; }), "v has shape"));
+  CHECK(has(changed([](auto& a) { a.out.dims[1] = 1; }), "out has shape"));
+  CHECK(has(changed([](auto& a) { a.k.dims[1] = 0; }), "k.dims[1]"));
+  CHECK(has(changed([](auto& a) { a.out.data = nullptr; }), "out is NULL"));
+  const std::vector<float> three(3);
+  CHECK(has(changed([&](auto& a) { a.sinks = three; }), "sinks has 3 elements, must have 4"));
+  CHECK(has(changed([&](auto& a) { a.alibi_slopes = three; }), "alibi_slopes has 3 elements"));
+  CHECK(has(thrown_by([&] { manyhead::view<const float, 2>(three, {2, 2}); }), "shape [2, 2] does not fit 3 elements"));
+  CHECK(has(thrown_by([&] { manyhead::view<const float, 2>(three, {-1, 1}); }), "shape [-1, 1]"));
+  CHECK(has(thrown_by([&] { manyhead::view<const float, 3>(three, {INT64_MAX, INT64_MAX, 2}); }), "does not fit"));
+  CHECK(has(thrown_by([&] { manyhead::check(mh_set_isa("abacus")); }), "abacus"));
+  CHECK(std::isnan(x.out.front()));
+
+  const manyhead::plan plan(x.arguments());
+  manyhead::arguments<float> other = x.arguments();
+  other.scale = 0.5;
+  CHECK(has(thrown_by([&] { plan.run(other); }), "more than pointers"));
+  mh_exec exec = manyhead::with_threads(-1);
+  CHECK(has(thrown_by([&] { plan.run(x.arguments(), exec); }), "threads is -1"));
+  CHECK(std::isnan(x.out.front()));
+}
+
+TEST_CASE("plans and layers move, and C structs get their defaults") {
+  static_assert(std::is_nothrow_move_constructible_v<manyhead::plan> && !std::is_copy_constructible_v<manyhead::plan>);
+  static_assert(std::is_nothrow_move_constructible_v<manyhead::layer> &&
+                !std::is_copy_constructible_v<manyhead::layer>);
+  arrays x;
+  manyhead::plan first(x.arguments());
+  const manyhead::plan second = std::move(first);
+  CHECK(second.get() != nullptr);
+  second.run(x.arguments());
+  CHECK_FALSE(std::isnan(x.out.front()));
+
+  constexpr int64_t E = 4;
+  std::vector<float> identity(E * E), tokens = numbers(E, 9), out(E);
+  for (size_t i = 0; i < E; ++i) identity[i * E + i] = 1;
+  auto weights = manyhead::make<mh_mha_weights>();
+  weights.embed_dim = E;
+  weights.heads = 2;
+  weights.w_q = weights.w_k = weights.w_v = weights.w_o = identity.data();
+  const manyhead::layer layer(weights);
+  auto call = manyhead::make<mh_mha_call>();
+  call.batch = call.q_len = call.kv_len = 1;  // one token attends itself alone
+  call.x_q = tokens.data();
+  call.out = out.data();
+  layer.run(call);
+  for (size_t i = 0; i < E; ++i) CHECK(out[i] == doctest::Approx(tokens[i]));
+  weights.heads = 3;
+  CHECK(has(thrown_by([&] { manyhead::layer bad(weights); }), "heads"));
+}
