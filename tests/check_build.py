@@ -1,0 +1,146 @@
+"""Rules about the build that no compiler checks. Run by `meson test --suite build`; each prints what is wrong.
+
+symbols LIBRARY LIST    the shared library exports exactly the names in LIST
+objects ARCHIVE...      an archive of one ISA has one global symbol, nothing the linker could share with code for another
+                        CPU, and nothing that runs before main
+layers ROOT             who may include what (src/README.md), and READMEs name only files that exist
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+XSIMD = r"xsimd/|\w*intrin\.h|arm_(neon|sve)\.h"
+# What an include line may not name, except in the listed files. Paths are relative to the root.
+RESERVED = [
+    ("oneTBB", r"(oneapi/)?tbb/", r"src/scheduler\.cpp|tests/.*|bench/.*"),
+    ("CBLAS", r"cblas|openblas", r"src/projection\.cpp|tests/.*|bench/.*"),
+    ("xsimd and intrinsics", XSIMD, r"src/kernels/.*|tests/micro_test\.cpp"),
+    ("CPU detection", r"cpuid\.h|sys/auxv\.h|asm/hwcap\.h", r"src/machine\.cpp"),
+]
+SOURCES = ["include", "src", "capi", "tests", "bench"]
+SUFFIXES = {".h", ".hpp", ".c", ".cpp", ".inc", ".in"}
+
+
+def lines_of(command: list[str]) -> list[str]:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+def check_symbols(nm: str, library: str, listing: str) -> list[str]:
+    """Both directions: a name that leaks is a promise nobody meant, one that is missing breaks programs."""
+    rows = (line.split() for line in lines_of([nm, "-D", "--defined-only", library]))
+    exported = {row[-1].split("@")[0] for row in rows if len(row) == 3 and row[1] != "A"}
+    text = Path(listing).read_text()
+    wanted = {line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")}
+    return [f"exported, but not in {Path(listing).name}: {name}" for name in sorted(exported - wanted)] + [
+        f"in {Path(listing).name}, but not exported: {name}" for name in sorted(wanted - exported)
+    ]
+
+
+def check_objects(nm: str, archive: str) -> list[str]:
+    name = Path(archive).name
+    isa = name.removeprefix("libmh_").removesuffix(".a")
+    ours = f"manyhead::{isa}::kernels()"
+    wrong, found = [], []
+    for line in lines_of([nm, "-C", "--defined-only", archive]):
+        match = re.fullmatch(r"[0-9a-f]+ (\w) (.+)", line)
+        if not match:
+            continue
+        kind, symbol = match.groups()
+        if kind in "TDBRG":
+            found.append(symbol)
+        # Weak and unique symbols are merged across objects by name: only names with the ISA in them are safe.
+        elif kind in "WVu" and f"xsimd_{isa}" not in symbol and f"manyhead::{isa}::" not in symbol:
+            wrong.append(f"{name}: weak symbol without the ISA's name: {symbol}")
+        if symbol.startswith(("_GLOBAL__sub_I", "__cxx_global_var_init")):
+            wrong.append(f"{name}: code that runs before main: {symbol}")
+    if found != [ours]:
+        wrong.append(f"{name}: its one global symbol must be {ours}, it has {found}")
+    return wrong
+
+
+def include_lines(root: Path) -> list[tuple[str, str]]:
+    """(file, included name) of every C and C++ file."""
+    found = []
+    for top in SOURCES:
+        for path in sorted((root / top).rglob("*")):
+            if path.suffix in SUFFIXES:
+                names = re.findall(r'^\s*#\s*include\s*[<"]([^">]+)[">]', path.read_text(), re.M)
+                found += [(path.relative_to(root).as_posix(), name) for name in names]
+    return found
+
+
+def check_reserved(file: str, name: str) -> list[str]:
+    return [
+        f"{file}: includes {name}; {what} may be used only in {where}"
+        for what, pattern, where in RESERVED
+        if re.match(pattern, name) and not re.fullmatch(where, file)
+    ]
+
+
+def check_direction(root: Path, file: str, name: str) -> list[str]:
+    """The arrows: capi -> src -> src/kernels/kernel_api.hpp; the kernels see only themselves and the seam."""
+    wrong = []
+    ours = name.startswith(("manyhead/", "kernels/", "capi/", "tests/")) or (root / "src" / name).is_file()
+    if file.startswith("src/kernels/"):
+        sibling = (root / "src" / "kernels" / name).is_file()
+        seam = file.endswith("/kernel_api.hpp") and name == "manyhead/manyhead.h"
+        if ours and not sibling and not seam:
+            wrong.append(f"{file}: includes {name}; kernels may include kernel_api.hpp and their own headers only")
+        if file.endswith("/kernel_api.hpp") and not seam and not name.startswith("std"):
+            wrong.append(f"{file}: includes {name}; the seam is plain data")
+    elif file.startswith(("src/", "capi/")):
+        below = re.fullmatch(r"kernels/(kernel_api\.hpp|instances\.inc|isa_list\.inc)", name)
+        if name.startswith("kernels/") and not below:
+            wrong.append(f"{file}: includes {name}; only the seam of src/kernels may be seen from outside")
+    elif file == "include/manyhead/manyhead.h" and name not in ("stddef.h", "stdint.h"):
+        wrong.append(f"{file}: includes {name}; the C header includes <stddef.h> and <stdint.h> only")
+    elif file == "tests/api_test.c" and ours and name != "manyhead/manyhead.h":
+        wrong.append(f"{file}: includes {name}; it is a user's program")
+    return wrong
+
+
+def check_readme(root: Path, readme: Path) -> list[str]:
+    """Words in `code` that look like a path of ours must exist, from the root or from the README's folder."""
+    wrong = []
+    tops = {path.name for path in root.iterdir()} - {"build"}
+    for word in re.findall(r"`([\w./-]+)`", readme.read_text()):
+        looks_like_path = word.split("/")[0] in tops if "/" in word else Path(word).suffix in SUFFIXES | {".py"}
+        if looks_like_path and not any((folder / word).exists() for folder in (root, readme.parent)):
+            wrong.append(f"{readme.relative_to(root)}: names {word}, which does not exist")
+    return wrong
+
+
+def check_layers(root: Path) -> list[str]:
+    wrong = []
+    for file, name in include_lines(root):
+        wrong += check_reserved(file, name) + check_direction(root, file, name)
+    readmes = [root / "CONTRIBUTING.md", *root.glob("README.md")]
+    for top in [*SOURCES, "python"]:
+        readmes += (root / top).rglob("README.md")
+    for readme in readmes:
+        if readme.is_file():
+            wrong += check_readme(root, readme)
+    return wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rule", choices=["symbols", "objects", "layers"])
+    parser.add_argument("--nm", default="nm")
+    parser.add_argument("what", nargs="+")
+    args = parser.parse_args()
+    if args.rule == "symbols":
+        wrong = check_symbols(args.nm, *args.what)
+    elif args.rule == "objects":
+        wrong = [text for archive in args.what for text in check_objects(args.nm, archive)]
+    else:
+        wrong = check_layers(Path(args.what[0]))
+    print("\n".join(wrong) or f"{args.rule}: all rules hold")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+// Ends a micro test with 77, which Meson counts as skipped, on a CPU that lacks the ISA the test is compiled for.
+//
+// Linked beside micro_test.cpp and compiled for the floor of the CPU family. The check runs before the initialisers
+// of doctest's test cases: those are compiled with the flags of the ISA and may already use its instructions.
+#include <cstdio>
+#include <cstring>
+#include <initializer_list>
+#include <unistd.h>
+
+namespace {
+
+bool cpu_has(const char* level) {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
+  if (std::strcmp(level, "x86_v3") == 0) return v3;
+  if (std::strcmp(level, "x86_v4") == 0)
+    return v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512cd") &&
+           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vl");
+#endif
+  for (const char* everywhere : {"x86_floor", "arm_floor", "any"})
+    if (std::strcmp(level, everywhere) == 0) return true;
+  return false;
+}
+
+__attribute__((constructor(101))) void skip_when_absent() {
+  if (cpu_has(MH_LEVEL)) return;
+  std::puts("skipped: this CPU lacks " MH_ISA_NAME);
+  std::fflush(stdout);
+  _exit(77);
+}
+
+}  // namespace
