@@ -1,0 +1,633 @@
+// What the portable core decides and how it runs plans: decisions without running, same bits whatever the threads, neighbours and
+// hosts, workspaces, the caller's floating-point state. Results themselves are kernel_test's business.
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include <doctest/doctest.h>
+
+#include <atomic>
+#include <cctype>
+#include <cerrno>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <new>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "error.hpp"
+#include "machine.hpp"
+#include "plan.hpp"
+#include "registry.hpp"
+#include "scheduler.hpp"
+#include "test_case.hpp"
+
+// --- counting allocations ----------------------------------------------------------------------------------------------
+// The C library's functions are replaced, so that nothing escapes; sanitizers replace them themselves, then nothing is counted.
+#if defined(__GLIBC__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#define MH_COUNTS_ALLOCATIONS 1
+static std::atomic<int64_t> allocations{0};
+extern "C" {
+void* __libc_malloc(size_t);
+void* __libc_calloc(size_t, size_t);
+void* __libc_realloc(void*, size_t);
+void* __libc_memalign(size_t, size_t);
+void* malloc(size_t size) { return ++allocations, __libc_malloc(size); }
+void* calloc(size_t n, size_t size) { return ++allocations, __libc_calloc(n, size); }
+void* realloc(void* p, size_t size) { return ++allocations, __libc_realloc(p, size); }
+void* aligned_alloc(size_t alignment, size_t size) { return ++allocations, __libc_memalign(alignment, size); }
+int posix_memalign(void** p, size_t alignment, size_t size) {
+  ++allocations;
+  *p = __libc_memalign(alignment, size);
+  return *p == nullptr ? ENOMEM : 0;
+}
+}
+#else
+#define MH_COUNTS_ALLOCATIONS 0
+static std::atomic<int64_t> allocations{0};
+#endif
+
+namespace manyhead::test {
+namespace {
+
+constexpr int64_t l2 = 1 << 20;
+
+std::vector<const kernel_table*> tables() {
+  std::vector<const kernel_table*> list;
+  for (int32_t i = 0; i < isa_count(); ++i)
+    if (isa_supported(i)) list.push_back(isa_table(i));
+  return list;
+}
+
+problem problem_of(const std::string& text) { return test_case(parse_problem(text), false).p; }
+plan plan_of(const std::string& text) { return make_plan(problem_of(text), current_isa(), l2); }
+
+mh_exec exec_of(int32_t threads) {
+  mh_exec exec{};
+  exec.struct_size = sizeof exec;
+  exec.threads = threads;
+  return exec;
+}
+
+// The bytes of all outputs, canaries included. Not std::string, whose contents doctest would print.
+struct output_bits {
+  std::string bytes;
+  bool operator==(const output_bits&) const = default;
+};
+
+output_bits run_bits(test_case& c, const plan& plan, const mh_exec& exec) {
+  c.clear_outputs();
+  run(plan, c.t, exec);
+  return {c.output_bytes()};
+}
+
+// Enough work for several threads each; every phase of a run occurs (split keys, merging, second pass, column sums).
+const char* const busy_lines[] = {
+    "f32 b2 h4/2 q130 kv300 d64 causal align=br lse weights meanw colsums",
+    "f32 b1 h8/2 q1 kv5000 d64 lse",
+    "f32 b1 h4/2 q2 kv3000 d40 mask lse weights colsums",
+    "f32 b3 h4/2 q100 kv1200 d32 lens lse weights",
+    "f32 b2 h6/2 q200 kv200 d40 mask bias alibi softcap=20 sinks lse meanw colsums scores=biased",
+    "f32 b1 h4 q300 kv300 d64 causal data=poison lse",
+    "f32 b2 h2 q150 kv400 d33 v17 strides=odd keymask window=100,50 align=br lse",
+    "f64 b1 h4/2 q150 kv700 d32 causal align=tl lse weights",
+    "bf16 b2 h8/2 q90 kv600 d64 bshd causal align=br lse colsums",
+    "f16 b1 h8/1 q1 kv3000 d128 lse",
+};
+
+// --- lines of text -------------------------------------------------------------------------------------------------------
+
+TEST_CASE("a line that is not understood is refused") {
+  CHECK_THROWS_AS(parse_problem(""), std::invalid_argument);
+  CHECK_THROWS_AS(parse_problem("f33 b1 h1 q1 kv1 d1"), std::invalid_argument);
+  CHECK_THROWS_AS(parse_problem("f32 b1 h1 q1 d1"), std::invalid_argument);
+  for (const char* word : {"casual", "v", "window=1", "window=1,x", "align=left", "align=off:", "scores=all", "softcap=", "data=odd", "bias=f8", "d1x", "strides=", "bcast=x"}) {
+    INFO(std::string(word));
+    CHECK_THROWS_AS(parse_problem(std::string("f32 b1 h1 q1 kv1 d1 ") + word), std::invalid_argument);
+  }
+  const problem_line line = parse_problem("bf16 b2 h8/2 q3 kv40 d16 v24 causal align=off:-5 window=7,-1 softcap=0.5 scale=-2e-3 bias=f16 lse2 bshd");
+  const mh_problem& p = line.problem;
+  CHECK(p.dtype == MH_DTYPE_BF16);
+  CHECK((p.batch == 2 && p.heads == 8 && p.kv_heads == 2 && p.q_len == 3 && p.kv_len == 40 && p.head_dim == 16 && p.v_dim == 24));
+  CHECK((p.causal == 1 && p.align == MH_ALIGN_OFFSET && p.q_offset == -5 && p.window_left == 7 && p.window_right == -1));
+  CHECK((p.flags == (MH_FLAG_WINDOW | MH_FLAG_SCALE) && p.softcap == 0.5 && p.scale == -2e-3));
+  CHECK((p.inputs == MH_INPUT_BIAS && p.bias_dtype == MH_DTYPE_F16 && p.outputs == MH_OUTPUT_LSE && p.lse_base == MH_LSE_BASE2));
+  CHECK((p.k_strides[0] == 40 * 2 * 16 && p.k_strides[1] == 16 && p.k_strides[2] == 2 * 16 && p.k_strides[3] == 1));
+}
+
+// Everything that the one-line syntax can say.
+void check_same(const problem& a, const problem& b, bool strides) {
+  CHECK(a.extra_keys == b.extra_keys);
+  for (const auto field : {&mh_problem::batch, &mh_problem::heads, &mh_problem::kv_heads, &mh_problem::q_len, &mh_problem::kv_len,
+                           &mh_problem::head_dim, &mh_problem::v_dim, &mh_problem::q_offset, &mh_problem::window_left, &mh_problem::window_right})
+    CHECK(a.*field == b.*field);
+  for (const auto field : {&mh_problem::dtype, &mh_problem::causal, &mh_problem::align, &mh_problem::alibi_mode, &mh_problem::lse_base,
+                           &mh_problem::scores_stage, &mh_problem::index_type})
+    CHECK(a.*field == b.*field);
+  for (const auto field : {&mh_problem::flags, &mh_problem::inputs, &mh_problem::outputs}) CHECK(a.*field == b.*field);
+  if (a.has_input(MH_INPUT_BIAS)) CHECK(a.bias_dtype == b.bias_dtype);
+  CHECK(a.scale == b.scale);
+  CHECK(a.softcap == b.softcap);
+  if (!strides) return;
+  for (const auto field : {&mh_problem::q_strides, &mh_problem::k_strides, &mh_problem::v_strides, &mh_problem::out_strides})
+    CHECK(std::memcmp(a.*field, b.*field, sizeof(a.*field)) == 0);
+}
+
+TEST_CASE("a plan's line is the problem it was made from") {
+  for (const problem_line& line : read_problems(MH_PROBLEMS_FILE)) {
+    const test_case c(line, false);
+    const std::string text = describe(make_plan(c.p, current_isa(), l2), false);
+    INFO(std::string(text));
+    const problem_line again = parse_problem(text.substr(0, text.find(": ")));
+    const test_case d(again, false);
+    check_same(c.p, d.p, text.find(" strided") == text.npos);
+    CHECK(text.find(std::string("@") + current_isa().isa) != text.npos);
+  }
+}
+
+// A JSON value at `at`; moves past it. Strings without escapes are enough here.
+bool skip_json(const std::string& text, size_t& at) {
+  const auto spaces = [&] { while (at < text.size() && std::isspace(static_cast<unsigned char>(text[at]))) ++at; };
+  const auto take = [&](char c) { return spaces(), at < text.size() && text[at] == c && ++at; };
+  const auto string = [&] {
+    if (!take('"')) return false;
+    while (at < text.size() && text[at] != '"' && text[at] != '\\' && text[at] >= ' ') ++at;
+    return take('"');
+  };
+  spaces();
+  if (at == text.size()) return false;
+  if (text[at] == '"') return string();
+  if (text[at] == '{' || text[at] == '[') {
+    const bool object = text[at++] == '{';
+    if (take(object ? '}' : ']')) return true;
+    do {
+      if (object && !(string() && take(':'))) return false;
+      if (!skip_json(text, at)) return false;
+    } while (take(','));
+    return take(object ? '}' : ']');
+  }
+  for (const char* word : {"true", "false", "null"})
+    if (text.compare(at, std::strlen(word), word) == 0) return at += std::strlen(word), true;
+  double number = 0;
+  const auto [end, failed] = std::from_chars(text.data() + at, text.data() + text.size(), number);
+  at = static_cast<size_t>(end - text.data());
+  return failed == std::errc();  // inf and nan are read too, but are not JSON
+}
+
+TEST_CASE("a plan's JSON is JSON") {
+  for (const problem_line& line : read_problems(MH_PROBLEMS_FILE)) {
+    const std::string text = describe(make_plan(test_case(line, false).p, current_isa(), l2), true);
+    INFO(std::string(text));
+    size_t at = 0;
+    CHECK((skip_json(text, at) && at == text.size()));
+    CHECK((text.find("inf,") == text.npos && text.find("nan") == text.npos));
+    for (const char* key : {"\"kernel\"", "\"isa\"", "\"block_q\"", "\"block_kv\"", "\"chunks\"", "\"tasks\"", "\"flops\"", "\"bytes\"", "\"tiles_skipped\""})
+      CHECK(text.find(key) != text.npos);
+  }
+}
+
+// --- decisions -----------------------------------------------------------------------------------------------------------
+
+TEST_CASE("a plan covers its problem") {
+  for (const problem_line& line : read_problems(MH_PROBLEMS_FILE)) {
+    const problem p = test_case(line, false).p;
+    for (const kernel_table* table : tables()) {
+      for (const int64_t cache : {int64_t{1} << 14, l2, int64_t{1} << 24}) {
+        const plan a = make_plan(p, *table, cache);
+        CAPTURE(line.text);
+        CHECK(describe(a, true) == describe(make_plan(p, *table, cache), true));  // same input, same plan
+        const int64_t rows = p.group() * p.q_len;
+        CHECK((a.block_q >= 1 && a.block_kv >= 1 && a.chunks >= 1));
+        CHECK((a.row_blocks * a.block_q >= rows && (a.row_blocks - 1) * a.block_q < std::max<int64_t>(rows, 1)));
+        CHECK(a.chunk_keys % a.block_kv == 0);
+        CHECK((a.chunks * a.chunk_keys >= p.kv_len && (a.chunks - 1) * a.chunk_keys < std::max<int64_t>(p.kv_len, 1)));
+        CHECK(a.tasks == p.batch * p.kv_heads * a.row_blocks * a.chunks);
+        CHECK((a.tiles_skipped >= 0 && a.tiles_skipped <= 1));
+        CHECK(a.second_pass == ((p.outputs & ~MH_OUTPUT_LSE) != 0));
+      }
+    }
+  }
+}
+
+TEST_CASE("borders along the keys depend on dtype, dims and ISA alone") {
+  for (const kernel_table* table : tables()) {
+    for (const char* dtype : {"f32", "f64", "bf16", "f16"}) {
+      for (const char* dims : {" d16", " d64", " d128", " d160 v128", " d576 v512"}) {
+        const plan first = make_plan(problem_of(dtype + std::string(" b1 h1 q1 kv10000") + dims), *table, l2);
+        for (const char* shape : {" b1 h1 q64 kv10000", " b7 h8/2 q3 kv9000", " b1 h1 q1 kv40", " b2 h4 q300 kv500", " b1 h4/1 q30 kv70000"}) {
+          for (const int64_t cache : {int64_t{1} << 15, l2, int64_t{1} << 25}) {
+            const plan other = make_plan(problem_of(dtype + std::string(shape) + dims), *table, cache);
+            CAPTURE(describe(other, false));
+            CHECK(other.block_kv == first.block_kv);
+            if (other.chunks > 1) CHECK(other.chunk_keys == first.chunk_keys);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("short queries against long keys are split") {
+  CHECK(plan_of("f32 b1 h32/1 q1 kv16384 d128").chunks > 16);
+  CHECK(plan_of("f32 b1 h1 q8 kv4096 d64").chunks > 4);
+  CHECK(plan_of("f32 b1 h1 q1 kv100 d64").chunks == 1);
+  CHECK(plan_of("f32 b1 h8 q1024 kv2048 d64").chunks == 1);
+  CHECK(plan_of("f32 b1 h8 q1 kv100 d64").kernel == route_decode);
+  CHECK(plan_of("f32 b1 h8 q1000 kv100 d64").kernel == route_tile);
+}
+
+TEST_CASE("K and V are copied only where kernels cannot read them in place") {
+  for (const char* line : {"f32 b1 h2 q100 kv100 d64", "f32 b1 h2 q100 kv100 d64 bshd", "f64 b1 h2 q100 kv100 d24 strides=packed",
+                           "f32 b1 h2 q100 kv100 d33 strides=odd", "f32 b1 h2 q100 kv100 d64 strides=negative", "f32 b1 h1 q1 kv100 d64"})
+    CHECK_MESSAGE(!plan_of(line).copy_kv, line);
+  for (const char* line : {"bf16 b1 h2 q100 kv100 d64", "f16 b1 h2 q1 kv100 d64", "f32 b1 h2 q100 kv100 d64 strides=lastdim",
+                           "f32 b1 h2 q100 kv100 d64 strides=transposed", "f64 b1 h2 q100 kv100 d64 strides=reversed", "f32 b1 h2 q100 kv100 d64 strides=zero"})
+    CHECK_MESSAGE(plan_of(line).copy_kv, line);
+}
+
+TEST_CASE("skipped tiles and attended pairs are counted right") {
+  const mh_tensors none{};
+  for (const char* text : {"f32 b1 h1 q700 kv700 d64", "f32 b1 h1 q700 kv700 d64 causal", "f32 b2 h4/2 q300 kv900 d64 causal align=br",
+                           "f32 b2 h4/2 q300 kv900 d64 causal align=tl", "f32 b1 h2 q900 kv300 d64 causal align=br", "f32 b1 h1 q800 kv800 d64 window=50,10",
+                           "f32 b1 h3/1 q500 kv800 d64 window=70,-1 align=off:-100", "f32 b1 h1 q500 kv800 d64 causal align=off:5000",
+                           "f32 b1 h1 q500 kv800 d64 causal align=off:-5000", "f32 b1 h1 q400 kv402 d64 extra=2 causal align=tl", "f64 b1 h1 q300 kv300 d8 causal window=99,0"}) {
+    const plan plan = plan_of(text);
+    const problem& p = plan.p;
+    CAPTURE(describe(plan, false));
+    double pairs = 0, used = 0;
+    const int64_t tiles = (p.kv_len + plan.block_kv - 1) / plan.block_kv;
+    for (int64_t block = 0; block < plan.row_blocks; ++block) {
+      std::vector<bool> needed(static_cast<size_t>(tiles));
+      for (int64_t row = block * plan.block_q; row < std::min((block + 1) * plan.block_q, p.group() * p.q_len); ++row)
+        for (int64_t j = 0; j < p.kv_len; ++j) {
+          if (!attends(p, none, 0, row % p.group(), row / p.group(), j)) continue;
+          ++pairs;
+          needed[static_cast<size_t>(j / plan.block_kv)] = true;
+        }
+      used += static_cast<double>(std::count(needed.begin(), needed.end(), true));
+    }
+    pairs *= static_cast<double>(p.batch * p.kv_heads);  // of one kv head, with all its query heads
+    CHECK(plan.flops == doctest::Approx(2 * static_cast<double>(p.head_dim + p.v_dim) * pairs));
+    // Extra keys lie behind the others, and a task goes through all tiles between its first and its last.
+    if (p.extra_keys == 0) CHECK(plan.tiles_skipped == doctest::Approx(1 - used / static_cast<double>(tiles * plan.row_blocks)));
+  }
+  const double causal = plan_of("f32 b1 h1 q4096 kv4096 d64 causal").tiles_skipped;
+  CHECK((causal > 0.45 && causal < 0.5));
+  CHECK(plan_of("f32 b1 h1 q4096 kv4096 d64 window=100,0").tiles_skipped > 0.9);
+}
+
+// --- instruction sets --------------------------------------------------------------------------------------------------
+
+TEST_CASE("the ISA of new plans can be forced") {
+  REQUIRE(isa_count() > 0);
+  CHECK(isa_table(-1) == nullptr);
+  CHECK(isa_table(isa_count()) == nullptr);
+  const std::string automatic = current_isa().isa;
+  for (int32_t i = 0; i < isa_count(); ++i) {
+    const char* name = isa_table(i)->isa;
+    INFO(std::string(name));
+    if (isa_supported(i)) {
+      set_isa(name);
+      CHECK(std::string(current_isa().isa) == name);
+      CHECK(describe(plan_of("f32 b1 h1 q9 kv9 d8"), false).find(std::string("@") + name) != std::string::npos);
+    } else {
+      const std::string before = current_isa().isa;
+      try {
+        set_isa(name);
+        FAIL("an ISA that the CPU lacks was accepted");
+      } catch (const error& e) {
+        CHECK(e.status() == MH_UNSUPPORTED);
+      }
+      CHECK(before == current_isa().isa);
+    }
+  }
+  try {
+    set_isa("mmx");
+    FAIL("an unknown ISA was accepted");
+  } catch (const error& e) {
+    CHECK(e.status() == MH_INVALID_ARGUMENT);
+    CHECK(std::string(e.what()).find("mmx") != std::string::npos);
+  }
+  // set_isa("") means automatic even where MH_ISA asked for another one; give that back.
+  set_isa(this_machine().isa_request.empty() ? nullptr : automatic.c_str());
+  CHECK(automatic == current_isa().isa);
+}
+
+// --- threads -------------------------------------------------------------------------------------------------------------
+
+using hook_body = std::function<void(int64_t n, const std::function<void(int64_t)>& call)>;
+
+void hook(void* ctx, int64_t n, mh_task_fn fn, void* arg) {
+  (*static_cast<hook_body*>(ctx))(n, [=](int64_t i) { fn(arg, i); });
+}
+
+mh_exec exec_with(hook_body& body, int32_t threads) {
+  mh_exec exec = exec_of(threads);
+  exec.parallel_for = hook;
+  exec.parallel_ctx = &body;
+  return exec;
+}
+
+void on_threads(int64_t n, const std::function<void(int64_t)>& call) {
+  std::vector<std::thread> pool;
+  for (int64_t i = 0; i < n; ++i) pool.emplace_back(call, i);
+  for (std::thread& thread : pool) thread.join();
+}
+
+TEST_CASE("the bits do not depend on the threads") {
+  for (const kernel_table* table : tables()) {
+    for (const char* text : busy_lines) {
+      test_case c(parse_problem(text));
+      const plan plan = make_plan(c.p, *table, l2);
+      INFO(std::string(text));
+      INFO(std::string(table->isa));
+      REQUIRE(thread_count(plan, 7) > 1);
+      const output_bits serial = run_bits(c, plan, exec_of(1));
+      for (const int32_t threads : {0, 2, 3, 7}) CHECK(serial == run_bits(c, plan, exec_of(threads)));
+
+      int64_t most = 0;
+      hook_body in_order = [&](int64_t n, const auto& call) {
+        most = std::max(most, n);
+        for (int64_t i = 0; i < n; ++i) call(i);
+      };
+      hook_body reversed = [&](int64_t n, const auto& call) {
+        for (int64_t i = n - 1; i >= 0; --i) call(i);
+      };
+      hook_body pool = on_threads;
+      for (const int32_t threads : {2, 3, 7}) {
+        most = 0;
+        CHECK(serial == run_bits(c, plan, exec_with(in_order, threads)));
+        CHECK((most > 1 && most <= threads));
+        CHECK(serial == run_bits(c, plan, exec_with(reversed, threads)));
+        CHECK(serial == run_bits(c, plan, exec_with(pool, threads)));
+      }
+      CHECK(c.damage() == "");
+    }
+  }
+}
+
+TEST_CASE("one thread means the calling thread, without the hook") {
+  test_case c(parse_problem(busy_lines[0]));
+  const plan plan = make_plan(c.p, current_isa(), l2);
+  int calls = 0;
+  hook_body count = [&](int64_t n, const auto& call) {
+    ++calls;
+    for (int64_t i = 0; i < n; ++i) call(i);
+  };
+  run(plan, c.t, exec_with(count, 1));
+  CHECK(calls == 0);
+  run(plan, c.t, exec_with(count, 2));
+  CHECK(calls > 0);
+}
+
+TEST_CASE("the process-wide cap holds") {
+  const plan plan = plan_of(busy_lines[0]);
+  const int32_t before = max_threads();
+  set_max_threads(1);
+  CHECK(max_threads() == 1);
+  CHECK(thread_count(plan, 0) == 1);
+  set_max_threads(3);
+  CHECK(thread_count(plan, 0) == 3);
+  CHECK(thread_count(plan, 2) == 2);
+  set_max_threads(0);
+  CHECK(max_threads() == before);
+  CHECK(thread_count(plan_of("f32 b1 h8 q10 kv10 d64"), 7) == 1);  // waking threads would take longer than the work
+}
+
+TEST_CASE("a request has the same bits alone and in a batch") {
+  for (const kernel_table* table : tables()) {
+    for (const char* text : {"f32 b5 h4/2 q70 kv300 d40 lens align=br causal lse weights", "f32 b5 h8/2 q1 kv1500 d64 lens align=br lse",
+                             "f32 b5 h4/2 q3 kv700 d17 lens offsets causal window=300,0 mask bias sinks alibi softcap=9 lse weights meanw colsums scores=biased",
+                             "bf16 b5 h4/2 q50 kv700 d64 lens data=masked lse", "f64 b5 h4/2 q50 kv200 d24 lens keymask lse colsums"}) {
+      test_case all(parse_problem(text)), alone(parse_problem(text));
+      INFO(std::string(text));
+      INFO(std::string(table->isa));
+      run(make_plan(all.p, *table, l2), all.t, exec_of(0));
+      alone.p.batch = 1;
+      for (int64_t b = 0; b < all.p.batch; ++b) {
+        const auto from = [&](const tensor& x, auto& pointer) {
+          if (x.base != nullptr) pointer = reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(x.place({b, 0, 0, 0}));
+        };
+        from(all.q, alone.t.q);
+        from(all.k, alone.t.k);
+        from(all.v, alone.t.v);
+        from(all.mask, alone.t.mask);
+        from(all.bias, alone.t.bias);
+        from(all.key_mask, alone.t.key_mask);
+        alone.t.seqused_k = all.lens.base == nullptr ? nullptr : all.lens.place({0, b, 0, 0});
+        alone.t.q_offset = all.offsets.base == nullptr ? nullptr : all.offsets.place({0, b, 0, 0});
+        run(make_plan(alone.p, *table, l2), alone.t, exec_of(0));
+        bool same = true;
+        for (size_t i = 0; i < all.outputs().size(); ++i) {
+          const tensor& x = *all.outputs()[i];
+          const tensor& y = *alone.outputs()[i];
+          if (x.base == nullptr) continue;
+          x.each([&](const index4& at) {
+            if (at[0] == b) same = same && std::memcmp(x.place(at), y.place({0, at[1], at[2], at[3]}), tensor::size_of(x.type)) == 0;
+          });
+        }
+        CHECK(same);
+      }
+    }
+  }
+}
+
+TEST_CASE("one plan serves several callers at once") {
+  for (const char* text : busy_lines) {
+    INFO(std::string(text));
+    const problem_line line = parse_problem(text);
+    test_case first(line);
+    const plan plan = make_plan(first.p, current_isa(), l2);
+    const output_bits want = run_bits(first, plan, exec_of(1));
+    std::atomic<int> wrong{0};
+    on_threads(4, [&](int64_t caller) {
+      test_case c(line);  // same line, same data
+      for (int i = 0; i < 3; ++i) wrong += run_bits(c, plan, exec_of(static_cast<int32_t>(caller))) != want;
+    });
+    CHECK(wrong == 0);
+  }
+}
+
+TEST_CASE("parallel_for calls each index once") {
+  for (const int64_t n : {0, 1, 2, 1000}) {
+    std::vector<std::atomic<int>> calls(static_cast<size_t>(n));
+    parallel_for(n, exec_of(0), [](void* arg, int64_t i) { ++(*static_cast<std::vector<std::atomic<int>>*>(arg))[static_cast<size_t>(i)]; }, &calls);
+    for (const auto& count : calls) CHECK(count == 1);
+  }
+}
+
+// --- memory --------------------------------------------------------------------------------------------------------------
+
+TEST_CASE("with the caller's workspace nothing is allocated") {
+  for (const char* text : busy_lines) {
+    INFO(std::string(text));
+    test_case c(parse_problem(text));
+    const plan plan = make_plan(c.p, current_isa(), l2);
+    const output_bits want = run_bits(c, plan, exec_of(1));
+    hook_body in_order = [](int64_t n, const auto& call) {
+      for (int64_t i = 0; i < n; ++i) call(i);
+    };
+    for (const int32_t threads : {1, 2, 3}) {
+      const auto size = static_cast<size_t>(workspace_bytes(plan, threads));
+      REQUIRE(size > 0);
+      CHECK(size % 64 == 0);
+      // What the workspace holds before does not matter, and nothing beyond it is touched.
+      guarded_memory memory(size, true, poison_byte);
+      mh_exec exec = exec_with(in_order, threads);
+      exec.workspace = memory.data;
+      exec.workspace_size = size;
+      c.clear_outputs();
+      const int64_t before = allocations;
+      run(plan, c.t, exec);
+      const int64_t after = allocations;
+      CHECK(after == before);
+      CHECK(output_bits{c.output_bytes()} == want);
+
+      c.clear_outputs();
+      const output_bits untouched{c.output_bytes()};
+      exec.workspace_size = size - 1;
+      try {
+        run(plan, c.t, exec);
+        FAIL("a workspace that is too small was accepted");
+      } catch (const error& e) {
+        CHECK(e.status() == MH_INVALID_ARGUMENT);
+        CHECK(std::string(e.what()).find(std::to_string(size)) != std::string::npos);
+      }
+      CHECK(output_bits{c.output_bytes()} == untouched);
+    }
+  }
+}
+
+#if MH_COUNTS_ALLOCATIONS
+TEST_CASE("the count of allocations counts") {
+  const int64_t before = allocations;
+  void* volatile kept = std::malloc(10);  // volatile: or the compiler leaves out both calls
+  std::free(kept);
+  int* volatile number = new int;
+  delete number;
+  CHECK(allocations == before + 2);
+}
+#endif
+
+// --- floating-point state ------------------------------------------------------------------------------------------------
+
+#if defined(__x86_64__)
+// Flush to zero, denormals are zero, round up; round down, and overflow, division by zero and invalid operations trap; the default.
+constexpr uint64_t states[] = {0x1f80 | 0x8000 | 0x0040 | 0x4000, 0x1900 | 0x2000, 0x1f80};
+uint64_t get_state() { return __builtin_ia32_stmxcsr() & ~0x3fU; }  // without the sticky flags, which any arithmetic sets
+void set_state(uint64_t state) { __builtin_ia32_ldmxcsr(static_cast<unsigned>(state)); }
+#elif defined(__aarch64__)
+constexpr uint64_t states[] = {uint64_t{1} << 24 | uint64_t{1} << 22, uint64_t{2} << 22, 0};  // flush, round up; round down; default
+uint64_t get_state() {
+  uint64_t state = 0;
+  asm volatile("mrs %0, fpcr" : "=r"(state));
+  return state;
+}
+void set_state(uint64_t state) { asm volatile("msr fpcr, %0" : : "r"(state)); }
+#endif
+
+TEST_CASE("the floating-point state stays the caller's, and does not matter") {
+  const uint64_t own = get_state();
+  for (const char* text : {"f32 b2 h4/2 q130 kv300 d64 causal align=br lse weights meanw colsums", "f32 b1 h8/2 q1 kv5000 d64 data=denormal lse", "f32 b1 h2 q5 kv9 d8"}) {
+    INFO(std::string(text));
+    test_case c(parse_problem(text));
+    const plan plan = make_plan(c.p, current_isa(), l2);
+    const output_bits want = run_bits(c, plan, exec_of(1));
+    for (const uint64_t state : states) {
+      uint64_t after = 0;
+      for (const int32_t threads : {1, 0}) {
+        c.clear_outputs();
+        const mh_exec exec = exec_of(threads);
+        set_state(state);
+        run(plan, c.t, exec);
+        after = get_state();
+        set_state(own);
+        CHECK(after == state);
+        CHECK(output_bits{c.output_bytes()} == want);
+      }
+      // The host's own threads, each in that state.
+      std::atomic<int> changed{0};
+      hook_body pool = [&](int64_t n, const auto& call) {
+        on_threads(n, [&](int64_t i) {
+          set_state(state);
+          call(i);
+          changed += get_state() != state;
+          set_state(own);
+        });
+      };
+      CHECK(run_bits(c, plan, exec_with(pool, 3)) == want);
+      CHECK(changed == 0);
+    }
+  }
+}
+
+// --- the reference itself ------------------------------------------------------------------------------------------------
+
+TEST_CASE("16-bit floats") {
+  const struct {
+    double value;
+    int f16, bf16;
+  } known[] = {{0, 0, 0}, {1, 0x3c00, 0x3f80}, {-2, 0xc000, 0xc000}, {1.5, 0x3e00, 0x3fc0}, {65504, 0x7bff, 0x4780}, {HUGE_VAL, 0x7c00, 0x7f80}, {std::ldexp(1, -24), 1, 0x3380}};
+  for (const auto& x : known) {
+    CHECK(f16_bits(x.value) == x.f16);
+    CHECK(bf16_bits(x.value) == x.bf16);
+    CHECK(f16_value(static_cast<uint16_t>(x.f16)) == x.value);
+  }
+  CHECK(f16_bits(65520) == 0x7c00);            // halfway to 2^16: to even, which is infinity
+  CHECK(f16_bits(1 + std::ldexp(1, -11)) == 0x3c00);  // ties to even
+  CHECK(f16_bits(1 + std::ldexp(3, -11)) == 0x3c02);
+  CHECK(std::isnan(f16_value(f16_bits(std::nan("")))));
+  CHECK(std::isnan(bf16_value(bf16_bits(std::nan("")))));
+  for (int bits = 0; bits < 0x7c00; ++bits) REQUIRE(f16_bits(f16_value(static_cast<uint16_t>(bits))) == bits);
+  for (int bits = 0; bits < 0x7f80; ++bits) REQUIRE(bf16_bits(bf16_value(static_cast<uint16_t>(bits))) == bits);
+}
+
+// Numbers that can be checked by hand: head_dim 1, q 1, scale 1, so that the scores are the keys.
+attention_result by_hand(const std::string& options, const std::vector<double>& keys, int64_t q_len) {
+  test_case c(parse_problem("f64 b1 h1 q" + std::to_string(q_len) + " kv" + std::to_string(keys.size()) + " d1 scale=1 " + options));
+  c.q.each([&](const index4& i) { c.q.set(i, 1); });
+  c.k.each([&](const index4& i) { c.k.set(i, keys[static_cast<size_t>(i[2])]); });
+  c.v.each([&](const index4& i) { c.v.set(i, static_cast<double>(i[2] + 1)); });
+  if (c.sinks.base != nullptr) c.sinks.set({0, 0, 0, 0}, std::log(2.0));
+  if (c.slopes.base != nullptr) c.slopes.set({0, 0, 0, 0}, std::log(2.0));
+  return reference(c.p, c.t);
+}
+
+TEST_CASE("the reference computes what can be computed by hand") {
+  const double ln2 = std::log(2.0), ln3 = std::log(3.0), ln5 = std::log(5.0);
+  const auto near = [](double x) { return doctest::Approx(x).epsilon(1e-14); };
+  attention_result r = by_hand("", {0, ln3}, 1);  // weights 1/4, 3/4
+  CHECK(r.weights[0] == near(0.25));
+  CHECK(r.out[0] == near(0.25 * 1 + 0.75 * 2));
+  CHECK(r.lse[0] == near(2 * ln2));
+  r = by_hand("sinks lse2", {0, ln5}, 1);  // 1, 5 and the sink's 2
+  CHECK(r.weights[1] == near(5.0 / 8));
+  CHECK(r.out[0] == near((1.0 + 5 * 2) / 8));
+  CHECK(r.lse[0] == near(3));
+  r = by_hand("causal align=tl", {0, ln3, ln5}, 3);
+  CHECK(r.out[0] == 1);
+  CHECK(r.out[1] == near(1.75));
+  CHECK(r.column_sums[0] == near(1 + 1.0 / 4 + 1.0 / 9));
+  r = by_hand("causal align=br", {0, ln3, ln5}, 2);
+  CHECK(r.out[0] == near(1.75));
+  r = by_hand("causal align=br", {0, ln3}, 3);  // the first row attends nothing
+  CHECK((r.out[0] == 0 && r.lse[0] == -HUGE_VAL && r.weights[0] == 0 && r.weights[1] == 0));
+  CHECK(r.out[1] == 1);
+  r = by_hand("sinks causal align=br", {0, ln3}, 3);
+  CHECK((r.out[0] == 0 && r.lse[0] == near(ln2)));
+  r = by_hand("window=0,1 align=off:1", {0, 0, 0, 0}, 4);  // row 0 attends keys 1 and 2, row 3 none
+  CHECK((r.out[0] == 2.5 && r.out[1] == 3.5 && r.out[2] == 4 && r.out[3] == 0));
+  r = by_hand("alibi align=tl", {0, 0, 0}, 2);  // 2^-distance
+  CHECK(r.weights[0] == near(4.0 / 7));
+  CHECK(r.weights[3] == near(1.0 / 4));
+  r = by_hand("alibi=signed align=tl", {0, 0, 0}, 2);  // 2^(j - p)
+  CHECK(r.weights[2] == near(4.0 / 7));
+  r = by_hand("softcap=2 scores=capped", {-1e9, 1, 1e9}, 1);
+  CHECK((r.scores[0] == -2 && r.scores[2] == 2));
+  CHECK(r.scores[1] == near(2 * std::tanh(0.5)));
+  r = by_hand("", {}, 1);
+  CHECK((r.out[0] == 0 && r.lse[0] == -HUGE_VAL));
+}
+
+}  // namespace
+}  // namespace manyhead::test

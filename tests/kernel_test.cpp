@@ -1,0 +1,482 @@
+// Every kernel of one instruction set against the reference, on every line of problems.txt, and properties that need no reference.
+//
+//   kernel_test [--isa=<name>] [--line=<part of a line>] [--verbose] [doctest's options]
+//
+// The ISA can also come from MH_TEST_ISA; without either all that this CPU can run are tested. Asking for one that the CPU lacks
+// ends with 77, which Meson counts as skipped. --verbose prints the largest errors of each line.
+//
+// f32 lines that are quick are run in the other dtypes too. Each is run twice, with large and with small task sizes: the bits
+// must not change. Tolerances, against values computed from the exact inputs:
+//   f32  5e-6 + 5e-6 |x| (the lse 5e-6 + 1e-6 |x|), f64 1e-12 + 1e-12 |x|
+//   more where scores are so large that rounding a dot product moves them: 4u * scale * |q||k| * max|v|, u half a unit of 1
+//   bf16 and f16 compute in f32, so they get one rounding to their own precision on top, and no more.
+#define DOCTEST_CONFIG_IMPLEMENT
+#include <doctest/doctest.h>
+
+#include <cfloat>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "machine.hpp"
+#include "plan.hpp"
+#include "scheduler.hpp"
+#include "test_case.hpp"
+
+#define MH_ISA_ROW(name, level)           \
+  namespace manyhead::name {              \
+  const kernel_table* kernels() noexcept; \
+  }
+#include "kernels/isa_list.inc"
+#include "kernels/isa_list_emulated.inc"
+#undef MH_ISA_ROW
+
+namespace manyhead::test {
+namespace {
+
+struct isa_row {
+  const char* name;
+  cpu_level level;
+  const kernel_table* (*kernels)() noexcept;
+  bool runs() const { return level == cpu_level::any || this_machine().has_level[static_cast<int>(level)]; }
+};
+constexpr isa_row isa_rows[] = {
+#define MH_ISA_ROW(name, level) {#name, cpu_level::level, manyhead::name::kernels},
+#include "kernels/isa_list.inc"
+#include "kernels/isa_list_emulated.inc"
+#undef MH_ISA_ROW
+};
+
+struct {
+  std::vector<const kernel_table*> tables;  // those to test
+  std::string line;
+  bool verbose = false;
+} chosen;
+
+constexpr const char* dtype_names[] = {"f32", "f64", "bf16", "f16"};
+constexpr int64_t large_l2 = 1 << 20, small_l2 = 1 << 14;
+constexpr double quick = 1.5e6;  // multiply-adds up to which a line is run in all dtypes
+
+mh_exec serial() {
+  mh_exec exec{};
+  exec.struct_size = sizeof exec;
+  exec.threads = 1;
+  return exec;
+}
+
+void run(test_case& c, const kernel_table& table, int64_t l2_bytes = large_l2) {
+  manyhead::run(make_plan(c.p, table, l2_bytes), check_tensors(c.p, c.t), serial());
+}
+
+// --- how far results may be off --------------------------------------------------------------------------------------
+
+struct precision {
+  double base;      // absolute and relative
+  double lse;       // relative
+  double unit;      // of the arithmetic: half a unit in the last place of 1
+  double storage;   // the same of out's dtype where that is narrower, else 0
+  double smallest;  // denormal of out
+};
+precision precision_of(int32_t dtype) {
+  switch (dtype) {
+    case MH_DTYPE_F32: return {5e-6, 1e-6, FLT_EPSILON / 2, 0, FLT_TRUE_MIN};
+    case MH_DTYPE_F64: return {1e-12, 1e-13, DBL_EPSILON / 2, 0, DBL_TRUE_MIN};
+    case MH_DTYPE_BF16: return {5e-6, 1e-6, FLT_EPSILON / 2, std::ldexp(1, -8), std::ldexp(1, -133)};
+    default: return {5e-6, 1e-6, FLT_EPSILON / 2, std::ldexp(1, -11), std::ldexp(1, -24)};
+  }
+}
+
+// What rounding can do to the scores of each row, and the largest value that the row averages.
+struct row_bounds {
+  std::vector<double> score;  // [batch][heads][q_len][kv_len]: error of one score
+  std::vector<double> row;    // [batch][heads][q_len]: the largest among keys of any weight
+  std::vector<double> value;  // [batch][heads][q_len]
+};
+
+row_bounds bounds_of(const test_case& c, const attention_result& want) {
+  const problem& p = c.p;
+  const auto norms = [](const tensor& x) {
+    std::vector<double> list, largest;
+    tensor rows = {};
+    rows.dims = {x.dims[0], x.dims[1], x.dims[2], 1};
+    rows.each([&](index4 i) {
+      double sum = 0, top = 0;
+      for (i[3] = 0; i[3] < x.dims[3]; ++i[3]) {
+        const double value = x.get(i);
+        if (!std::isfinite(value)) continue;
+        sum += value * value;
+        top = std::max(top, std::fabs(value));
+      }
+      list.push_back(std::sqrt(sum));
+      largest.push_back(top);
+    });
+    return std::pair(list, largest);
+  };
+  const std::vector<double> q = norms(c.q).first, k = norms(c.k).first, v = norms(c.v).second;
+  // Scores of these are far apart, or equal whatever the rounding: no excuse.
+  const bool exact = c.line.data == "huge" || c.line.data == "equal";
+  const double unit = precision_of(p.dtype).unit;
+  row_bounds r;
+  for (int64_t row = 0; row < p.batch * p.heads * p.q_len; ++row) {
+    const int64_t b = row / p.q_len / p.heads, h = row / p.q_len % p.heads, i = row % p.q_len;
+    const int64_t keys = (b * p.kv_heads + h / p.group()) * p.kv_len;
+    double top = 0, value = 0;
+    for (int64_t j = 0; j < p.kv_len; ++j) {
+      const auto at_key = static_cast<size_t>(keys + j);
+      double size = exact ? 0 : std::fabs(p.scale) * q[static_cast<size_t>(row)] * k[at_key];
+      if (p.has_input(MH_INPUT_ALIBI)) size += std::fabs(c.slopes.get({c.slopes.dims[0] > 1 ? b : 0, h, 0, 0}) * static_cast<double>(position(p, c.t, b, i) - j));
+      if (p.has_input(MH_INPUT_BIAS) && j < c.bias.dims[3]) {
+        const double bias = std::fabs(c.bias.get({b, h, i, j}));
+        if (bias < 1e25) size += bias;  // beside larger ones every score vanishes, in double too
+      }
+      r.score.push_back(4 * unit * size);
+      if (!(want.weights[static_cast<size_t>(row * p.kv_len + j)] > 1e-12)) continue;
+      top = std::max(top, r.score.back());
+      value = std::max(value, v[at_key]);
+    }
+    r.row.push_back(top);
+    r.value.push_back(value);
+  }
+  return r;
+}
+
+// The distance in units in the last place of a float with u = half a unit of 1.
+double ulps(double error, double x, double u) { return error / (std::ldexp(u, std::ilogb(std::fabs(x)) + 1)); }
+
+// Compares all elements of an output; tolerance(i) is for the i-th.
+template <class Tolerance>
+std::string compare(const char* name, const tensor& x, const std::vector<double>& want, double unit, Tolerance tolerance) {
+  const std::vector<double> got = x.values();
+  if (got.size() != want.size()) return std::string(name) + " has the wrong size";
+  size_t wrong = 0, worst = 0;
+  double worst_share = 0, worst_error = 0, worst_ulps = 0;
+  for (size_t i = 0; i < got.size(); ++i) {
+    double share = 0;
+    if (std::isfinite(want[i]) && std::isfinite(got[i])) {
+      const double error = std::fabs(got[i] - want[i]);
+      share = error / tolerance(i);
+      worst_error = std::max(worst_error, error);
+      if (want[i] != 0) worst_ulps = std::max(worst_ulps, ulps(error, want[i], unit));
+    } else {
+      share = std::isnan(want[i]) ? (std::isnan(got[i]) ? 0 : HUGE_VAL) : got[i] == want[i] ? 0 : HUGE_VAL;
+    }
+    if (!(share <= 1)) ++wrong;
+    if (!(share <= worst_share)) {
+      worst_share = share;
+      worst = i;
+    }
+  }
+  if (chosen.verbose) std::printf("    %-12s max error %.2e, %.3g ulp, %.3f of the tolerance\n", name, worst_error, worst_ulps, worst_share);
+  if (wrong == 0) return "";
+  char text[256];
+  std::snprintf(text, sizeof text, "%s: %zu of %zu wrong; [%zu] is %.9g, must be %.9g +- %.2g. ", name, wrong, got.size(), worst,
+                got[worst], want[worst], tolerance(worst));
+  return text;
+}
+
+std::string compare_all(const test_case& c, const attention_result& want) {
+  const problem& p = c.p;
+  const precision e = precision_of(p.dtype);
+  const row_bounds bound = bounds_of(c, want);
+  const auto within = [&](double x, double wide) { return e.base + e.base * std::fabs(x) + wide; };
+  const auto index = [](int64_t i) { return static_cast<size_t>(i); };
+  std::string wrong = compare("out", c.out, want.out, e.storage > 0 ? e.storage : e.unit, [&](size_t i) {
+    const size_t row = i / index(p.v_dim);
+    const double x = std::fabs(want.out[i]), top = bound.value[row];
+    return e.base * std::min(1.0, top) + (e.base + 1.001 * e.storage) * x + bound.row[row] * top + 4 * e.smallest;
+  });
+  if (p.has_output(MH_OUTPUT_LSE)) {
+    const double base_of = p.lse_base == MH_LSE_BASE2 ? 1 / std::log(2.0) : 1;
+    wrong += compare("lse", c.lse, want.lse, e.unit,
+                     [&](size_t i) { return base_of * (e.base + bound.row[i]) + e.lse * std::fabs(want.lse[i]); });
+  }
+  if (p.has_output(MH_OUTPUT_WEIGHTS)) {
+    wrong += compare("weights", c.weights, want.weights, e.unit,
+                     [&](size_t i) { return within(want.weights[i], 2 * want.weights[i] * bound.row[i / index(p.kv_len)]); });
+  }
+  const double widest = bound.row.empty() ? 0 : *std::max_element(bound.row.begin(), bound.row.end());
+  if (p.has_output(MH_OUTPUT_MEAN_WEIGHTS)) {
+    wrong += compare("mean_weights", c.mean_weights, want.mean_weights, e.unit,
+                     [&](size_t i) { return within(want.mean_weights[i], 2 * want.mean_weights[i] * widest); });
+  }
+  if (p.has_output(MH_OUTPUT_COLUMN_SUMS)) {
+    wrong += compare("column_sums", c.column_sums, want.column_sums, e.unit,
+                     [&](size_t i) { return within(want.column_sums[i], 2 * want.column_sums[i] * widest); });
+  }
+  if (p.has_output(MH_OUTPUT_SCORES)) {
+    wrong += compare("scores", c.scores, want.scores, e.unit, [&](size_t i) { return within(want.scores[i], bound.score[i]); });
+  }
+  return wrong;
+}
+
+// Each row of weights sums to 1 where there is a key and no sink.
+std::string check_sums(const test_case& c, const attention_result& want) {
+  if (!c.p.has_output(MH_OUTPUT_WEIGHTS) || c.p.has_input(MH_INPUT_SINKS)) return "";
+  const std::vector<double> got = c.weights.values();
+  const auto keys = static_cast<size_t>(c.p.kv_len);
+  for (size_t row = 0; row < want.lse.size(); ++row) {
+    if (!std::isfinite(want.lse[row])) continue;
+    double sum = 0;
+    for (size_t j = 0; j < keys; ++j) sum += got[row * keys + j];
+    // The weights are exp(s - lse): an lse of 1000 is stored with an error of 3e-5, and moves the whole row.
+    const double unit = precision_of(c.p.dtype).unit;
+    if (!(std::fabs(sum - 1) <= unit * (16 + 2 * std::fabs(want.lse[row])))) return "a row of weights sums to " + std::to_string(sum);
+  }
+  return "";
+}
+
+void check_line(const problem_line& line) {
+  INFO(line.text);  // names the line where a guard page stops a kernel
+  test_case c(line);
+  const attention_result want = reference(c.p, c.t);
+  for (const kernel_table* table : chosen.tables) {
+    const plan large = make_plan(c.p, *table, large_l2);
+    if (chosen.verbose) std::printf("%s: %s@%s\n", line.text.c_str(), large.kernel == route_decode ? "decode" : "tile", table->isa);
+    const std::string where = line.text + " @" + table->isa + ": ";
+    c.clear_outputs();
+    run(c, *table);
+    const std::string wrong = compare_all(c, want);
+    CHECK_MESSAGE(wrong.empty(), where << wrong);
+    const std::string sums = check_sums(c, want);
+    CHECK_MESSAGE(sums.empty(), where << sums);
+    // Column sums are added up task by task, so their last bits may depend on the task size.
+    const auto bits = [&] {
+      std::string all;
+      for (const tensor* x : c.outputs())
+        if (x->base != nullptr && x != &c.column_sums) all += x->memory.bytes();
+      return all;
+    };
+    const std::string first = bits();
+    const std::string damage = c.damage();
+    CHECK_MESSAGE(damage.empty(), where << damage);
+    if (make_plan(c.p, *table, small_l2).block_q == large.block_q) continue;
+    c.clear_outputs();
+    run(c, *table, small_l2);
+    CHECK_MESSAGE(first == bits(), where << "other task sizes give other bits");
+  }
+}
+
+TEST_CASE("problems") {
+  int lines = 0;
+  for (const problem_line& line : read_problems(MH_PROBLEMS_FILE)) {
+    if (line.text.find(chosen.line) == std::string::npos) continue;
+    ++lines;
+    check_line(line);
+    const mh_problem& p = line.problem;
+    const double cost = static_cast<double>(p.batch * p.heads * p.q_len) * static_cast<double>(p.kv_len) *
+                        static_cast<double>(p.head_dim + (p.v_dim ? p.v_dim : p.head_dim));
+    if (p.dtype != MH_DTYPE_F32 || cost > quick) continue;
+    for (const char* dtype : {"f64", "bf16", "f16"}) check_line(parse_problem(dtype + line.text.substr(3)));
+  }
+  CHECK(lines > 0);
+}
+
+// --- properties --------------------------------------------------------------------------------------------------------
+
+// `storage`: what each part or result lost when it was stored; parts are averages of numbers around 1.
+void check_near(const tensor& a, const tensor& b, double storage) {
+  const std::vector<double> x = a.values(), y = b.values();
+  REQUIRE(x.size() == y.size());
+  double worst = 0;
+  for (size_t i = 0; i < x.size(); ++i) worst = std::max(worst, std::fabs(x[i] - y[i]) / (1e-5 + storage + (1e-5 + 2 * storage) * std::fabs(x[i])));
+  CHECK(worst <= 1);
+}
+
+TEST_CASE("the order of the keys does not matter") {
+  for (const kernel_table* table : chosen.tables) {
+    for (const char* dtype : dtype_names) {
+      for (const char* shape : {" b2 h4/2 q19 kv203 d24", " b2 h4/2 q1 kv203 d24"}) {
+        const problem_line line = parse_problem(dtype + std::string(shape) + " mask bias keymask softcap=20 lse");
+        CAPTURE(line.text);
+        test_case a(line), b(line);
+        for (tensor test_case::* member : {&test_case::k, &test_case::v, &test_case::mask, &test_case::bias, &test_case::key_mask}) {
+          tensor& from = a.*member;
+          tensor& to = b.*member;
+          const size_t dim = member == &test_case::key_mask ? 1 : member == &test_case::mask || member == &test_case::bias ? 3 : 2;
+          from.each([&](index4 i) {
+            const double value = from.get(i);
+            i[dim] = i[dim] * 74 % 203;  // 74 and 203 have no common factor: a permutation
+            to.set(i, value);
+          });
+        }
+        b.remember_inputs();
+        run(a, *table);
+        run(b, *table);
+        check_near(a.out, b.out, precision_of(a.p.dtype).storage);
+        check_near(a.lse, b.lse, 0);
+        CHECK(b.damage() == "");
+      }
+    }
+  }
+}
+
+TEST_CASE("two halves of the keys merge to the whole") {
+  for (const kernel_table* table : chosen.tables) {
+    for (const char* dtype : dtype_names) {
+      for (const char* shape : {" b2 h4/2 q33 kv700 d40 v24", " b2 h4/2 q1 kv1500 d40 v24"}) {
+        for (const char* base : {" lse", " lse2"}) {
+          const problem_line line = parse_problem(dtype + std::string(shape) + base);
+          CAPTURE(line.text);
+          test_case whole(line), half(line);
+          run(whole, *table);
+          const int64_t cut = whole.p.kv_len / 3;
+          const auto size = static_cast<int64_t>(tensor::size_of(whole.p.dtype));
+          std::vector<unsigned char> outs, lses;  // two states, one after another
+          const auto append = [](std::vector<unsigned char>& to, const tensor& x) {
+            x.each([&](const index4& i) { to.insert(to.end(), x.place(i), x.place(i) + tensor::size_of(x.type)); });
+          };
+          for (const int64_t begin : {int64_t{0}, cut}) {
+            half.p.kv_len = begin == 0 ? cut : whole.p.kv_len - cut;
+            half.t.k = static_cast<const char*>(whole.t.k) + begin * whole.p.k_strides[2] * size;
+            half.t.v = static_cast<const char*>(whole.t.v) + begin * whole.p.v_strides[2] * size;
+            run(half, *table);
+            append(outs, half.out);
+            append(lses, half.lse);
+          }
+          merge_args m{};
+          m.states = 2;
+          m.heads = whole.p.heads;
+          m.q_len = whole.p.q_len;
+          m.v_dim = whole.p.v_dim;
+          m.outs = outs.data();
+          m.lses = lses.data();
+          m.out = half.t.out;
+          m.lse = half.t.lse;
+          m.lses_base = m.lse_base = whole.p.lse_base;
+          std::copy_n(half.p.out_strides, 4, m.out_strides);
+          std::copy_n(half.p.out_strides, 4, m.outs_strides + 1);
+          std::copy_n(half.p.lse_strides, 3, m.lse_strides);
+          std::copy_n(half.p.lse_strides, 3, m.lses_strides + 1);
+          const int64_t rows = whole.p.batch * whole.p.heads * whole.p.q_len;
+          m.outs_strides[0] = rows * whole.p.v_dim;
+          m.lses_strides[0] = rows;
+          half.clear_outputs();
+          table->dtype[whole.p.dtype].merge(&m, 0, rows / 2);
+          table->dtype[whole.p.dtype].merge(&m, rows / 2, rows);
+          check_near(whole.out, half.out, precision_of(whole.p.dtype).storage);
+          check_near(whole.lse, half.lse, 0);
+        }
+      }
+    }
+  }
+}
+
+// merge and merge_real against the formula; states without keys hold NaN.
+void check_merge(const kernel_table& table, int32_t dtype, bool from_real, int64_t states, int64_t v_dim) {
+  INFO(std::string(table.isa));
+  INFO(std::string(dtype_names[dtype]));
+  CAPTURE(from_real);
+  CAPTURE(states);
+  CAPTURE(v_dim);
+  constexpr int64_t rows = 12;
+  random_numbers random(static_cast<uint64_t>(states * 1000 + v_dim));
+  const int32_t real = dtype == MH_DTYPE_F64 ? MH_DTYPE_F64 : MH_DTYPE_F32;
+  tensor outs{from_real ? real : dtype, {states, rows, v_dim, 1}, {rows * v_dim, v_dim, 1, 0}, {}, nullptr};
+  tensor lses{real, {states, rows, 1, 1}, {rows, 1, 0, 0}, {}, nullptr};
+  tensor out{dtype, {rows, v_dim, 1, 1}, {2 * v_dim + 1, 2, 0, 0}, {}, nullptr};  // the last stride 2
+  tensor lse{real, {rows, 1, 1, 1}, {3, 0, 0, 0}, {}, nullptr};
+  for (tensor* x : {&outs, &lses}) x->allocate(true, false, poison_byte);
+  for (tensor* x : {&out, &lse}) x->allocate(true, false, canary_byte);
+  lses.each([&](const index4& i) {
+    const bool none = i[1] == 0 || random.below(4) == 0;  // row 0 has no keys in any state
+    lses.set(i, none ? -HUGE_VAL : i[1] % 3 == 0 ? 900 + random.normal() : 3 * random.normal());
+    for (int64_t d = 0; d < v_dim; ++d) outs.set({i[0], i[1], d, 0}, none ? std::nan("") : random.normal());
+  });
+  merge_args m{};
+  m.states = states;
+  m.heads = 3;
+  m.q_len = 2;
+  m.v_dim = v_dim;
+  m.outs = outs.base;
+  m.lses = lses.base;
+  m.out = out.base;
+  m.lse = lse.base;
+  m.lses_base = MH_LSE_BASE2;
+  m.lse_base = MH_LSE_NATURAL;
+  const int64_t outs_strides[] = {rows * v_dim, 6 * v_dim, 2 * v_dim, v_dim, 1}, lses_strides[] = {rows, 6, 2, 1};
+  const int64_t out_strides[] = {6 * out.strides[0], 2 * out.strides[0], out.strides[0], 2}, lse_strides[] = {18, 6, 3};
+  std::copy_n(outs_strides, 5, m.outs_strides);
+  std::copy_n(lses_strides, 4, m.lses_strides);
+  std::copy_n(out_strides, 4, m.out_strides);
+  std::copy_n(lse_strides, 3, m.lse_strides);
+  const dtype_kernels& kernels = table.dtype[dtype];
+  (from_real ? kernels.merge_real : kernels.merge)(&m, 0, 5);
+  (from_real ? kernels.merge_real : kernels.merge)(&m, 5, rows);
+  const precision e = precision_of(dtype);
+  for (int64_t row = 0; row < rows; ++row) {
+    double top = -HUGE_VAL, sum = 0;
+    for (int64_t s = 0; s < states; ++s) top = std::max(top, lses.get({s, row, 0, 0}));
+    for (int64_t s = 0; s < states && top > -HUGE_VAL; ++s) sum += std::exp2(lses.get({s, row, 0, 0}) - top);
+    const double want_lse = top > -HUGE_VAL ? (top + std::log2(sum)) * std::log(2.0) : -HUGE_VAL;
+    const double got_lse = lse.get({row, 0, 0, 0});
+    CHECK((got_lse == want_lse || std::fabs(got_lse - want_lse) <= e.lse * (1 + std::fabs(want_lse))));
+    double worst = 0;
+    for (int64_t d = 0; d < v_dim; ++d) {
+      double want = 0;
+      for (int64_t s = 0; s < states; ++s) {
+        const double share = top > -HUGE_VAL ? std::exp2(lses.get({s, row, 0, 0}) - top) / sum : 0;
+        if (share > 0) want += share * outs.get({s, row, d, 0});
+      }
+      const double error = std::fabs(out.get({row, d, 0, 0}) - want) / (e.base * (1 + std::fabs(want)) + e.storage * std::fabs(want));
+      worst = error <= worst ? worst : error;
+    }
+    CHECK(worst <= 1);
+  }
+  for (const tensor* x : {&out, &lse}) {
+    x->each([&](const index4& i) { std::memset(x->place(i), canary_byte, tensor::size_of(x->type)); });
+    CHECK(x->memory.holds_only(canary_byte));
+  }
+}
+
+TEST_CASE("merging follows the formula") {
+  for (const kernel_table* table : chosen.tables)
+    for (int32_t dtype = 0; dtype < 4; ++dtype)
+      for (const int64_t states : {0, 1, 2, 3, 7})
+        for (const int64_t v_dim : {1, 3, 16, 17, 64, 65, 200}) {
+          check_merge(*table, dtype, false, states, v_dim);
+          check_merge(*table, dtype, true, states, v_dim);
+        }
+}
+
+TEST_CASE("a table says what it is") {
+  for (const isa_row& row : isa_rows) {
+    if (!row.runs()) continue;
+    const kernel_table& table = *row.kernels();
+    CHECK(std::string(table.isa) == row.name);
+    CHECK(table.dtypes == 4);
+    CHECK(table.panel_rows[0] % table.lanes == 0);
+    CHECK(table.panel_rows[1] % (table.lanes / 2) == 0);
+  }
+}
+
+// 0 = go on, else the exit status.
+int choose(int argc, char** argv) {
+  const char* environment = std::getenv("MH_TEST_ISA");
+  std::string isa = environment != nullptr ? environment : "";
+  for (int i = 1; i < argc; ++i) {
+    const std::string argument = argv[i];
+    if (argument.starts_with("--isa=")) isa = argument.substr(6);
+    if (argument.starts_with("--line=")) chosen.line = argument.substr(7);
+    if (argument == "--verbose") chosen.verbose = true;
+  }
+  bool known = false;
+  for (const isa_row& row : isa_rows) {
+    if (!isa.empty() && isa != row.name) continue;
+    known = true;
+    if (row.runs()) chosen.tables.push_back(row.kernels());
+  }
+  if (!known) std::fprintf(stderr, "kernel_test: this build has no ISA \"%s\"\n", isa.c_str());
+  if (known && chosen.tables.empty()) std::printf("skipped: this CPU lacks %s\n", isa.c_str());
+  return !known ? 2 : chosen.tables.empty() ? 77 : 0;
+}
+
+}  // namespace
+}  // namespace manyhead::test
+
+int main(int argc, char** argv) {
+  const int status = manyhead::test::choose(argc, argv);
+  return status != 0 ? status : doctest::Context(argc, argv).run();
+}
