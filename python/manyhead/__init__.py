@@ -1,0 +1,36 @@
+"""manyhead: multi-head attention on CPUs.
+
+    import manyhead
+    out = manyhead.attention(q, k, v, causal=True)
+
+`attention` computes one call, `plan` prepares a kind of call, `MultiHeadAttention` is the layer with its projections,
+`merge_state` and `merge_states` join partial results, `show_heads` draws attention weights. `True` in a boolean mask
+means "may attend" everywhere but in `MultiHeadAttention.forward_torch`. `python -m manyhead` prints what this
+installation is and runs on.
+"""
+
+from ._attention import Plan, attention, plan
+from ._heads import show_heads
+from ._layer import MultiHeadAttention
+from ._library import Error, __version__
+from ._merge import merge_state, merge_states
+from ._runtime import isa, isas, machine, set_isa, set_threads, threads, version
+
+__all__ = [
+    "Error",
+    "MultiHeadAttention",
+    "Plan",
+    "__version__",
+    "attention",
+    "isa",
+    "isas",
+    "machine",
+    "merge_state",
+    "merge_states",
+    "plan",
+    "set_isa",
+    "set_threads",
+    "show_heads",
+    "threads",
+    "version",
+]

@@ -1,0 +1,282 @@
+"""manyhead.attention and manyhead.plan."""
+
+from __future__ import annotations
+
+import json as _json
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+
+from ._arrays import CODES, aligned_empty, element_strides, floats, integer, writable
+from ._library import lib
+from ._plan import NO_INPUTS, CPlan, Options, Shape, forget, gather, plan_for, real_type, thread_limit
+
+forget_plans = forget
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    align: str | None = None,
+    q_offset: Any = None,
+    window: tuple[int, int] | None = None,
+    window_left: int | None = None,
+    window_right: int | None = None,
+    softcap: float = 0.0,
+    attn_mask: Any = None,
+    attn_bias: Any = None,
+    key_mask: Any = None,
+    seqused_k: Any = None,
+    alibi_slopes: Any = None,
+    alibi_mode: str = "abs",
+    sinks: Any = None,
+    layout: str = "bhsd",
+    out: Any = None,
+    return_lse: bool = False,
+    lse_base: str = "e",
+    return_weights: bool | str = False,
+    return_column_sums: bool = False,
+    return_scores: str | None = None,
+    threads: int | None = None,
+    workspace: Any = None,
+) -> Any:
+    """Scaled dot-product attention: softmax(mask(softcap(scale * q k^T) + alibi + bias)) v for every head.
+
+    Arrays are NumPy arrays, tensors with ``__dlpack__`` in host memory (PyTorch, JAX, ...) or objects with the buffer
+    protocol. They are read in place whatever their strides, negative and 0 included; only memory that is misaligned or
+    in foreign byte order is copied first. Results are of the kind of `q` (PyTorch in, PyTorch out).
+
+    Shapes, for ``layout="bhsd"``; with ``"bshd"`` the length comes before the heads in q, k, v and out only:
+        q: (batch, heads, q_len, head_dim). float32, float64, float16 or bfloat16; k and v have the same type.
+        k: (batch, kv_heads, kv_len, head_dim). kv_heads divides heads; query head h reads h // (heads / kv_heads).
+        v: (batch, kv_heads, kv_len, v_dim).
+
+    Options:
+        scale: factor of the scores; default 1 / sqrt(head_dim). 0 and negative numbers are taken as they are.
+        causal: query i at position p attends keys j <= p.
+        align: where query i stands among the keys: "top_left", p = i (PyTorch); "bottom_right", p = i + kv_len - q_len
+            with the batch entry's own kv_len (FlashAttention). Needed where a position is used and q_len != kv_len.
+        q_offset: p = i + q_offset: an integer or one for each batch entry; may be negative. Takes the place of `align`.
+        window: (left, right), p - left <= j <= p + right; -1 is no bound. Or window_left and window_right.
+        softcap: scores become softcap * tanh(score / softcap), before anything is added; 0 is off.
+        attn_mask: broadcasts to (batch, heads, q_len, kv_len) by NumPy's rule. bool or uint8: True = may attend.
+            A float array is added to the scores, -inf = may not attend.
+        attn_bias: as a float `attn_mask`; for a call that has a boolean mask too. Any of the float types.
+        key_mask: (batch, kv_len), True = a real key; (kv_len,) for all batch entries.
+        seqused_k: (batch,) integers, the keys in use; later ones are not looked at.
+        alibi_slopes: (heads,) or (batch, heads); adds -slope * |p - j|, or slope * (j - p) with alibi_mode="signed".
+        sinks: (heads,), one more logit in each softmax's denominator; not scaled, not capped.
+        out: where to write the result, an array of the result's shape and type, any strides.
+        return_lse: also the logarithm of the softmax denominator, (batch, heads, q_len); base "e", or lse_base="2".
+        return_weights: True: the probabilities (batch, heads, q_len, kv_len); "mean": averaged over the heads.
+        return_column_sums: probabilities summed over the queries, (batch, heads, kv_len): what each key received.
+        return_scores: "raw", scale * q k^T; "capped", after the softcap; "biased", after everything, masked = -inf.
+        threads: most threads for this call; default manyhead.threads(). Results have the same bits for any number.
+        workspace: writable memory, 64-byte aligned, see Plan.workspace_size; with it the library allocates nothing.
+
+    The extra results, alibi_slopes and sinks are float32, or float64 beside float64 tensors.
+
+    Returns:
+        `out` alone, or, when more was asked for, a named tuple: out, then whichever of lse, weights, column_sums and
+        scores were asked for, in this order. A row that may attend no key is 0, with lse -inf (or its sink).
+
+    Raises:
+        ValueError: a shape, length, option or array is wrong; outputs have not been touched.
+        TypeError: an argument is of a wrong type, or in another device's memory.
+        manyhead.Error: this build or machine cannot do it.
+    """
+    if window_left is not None or window_right is not None:
+        window = make_window(window, window_left, window_right)
+    elif type(window) is list:
+        window = tuple(window)
+    offsets = None
+    if q_offset is not None and not isinstance(q_offset, Integral):
+        offsets, q_offset = q_offset, None
+    q_array, k_array, v_array = floats(q, "q"), floats(k, "k"), floats(v, "v")
+    out_array = None if out is None else writable(out, "out")
+    inputs = NO_INPUTS
+    if (
+        attn_mask is not None
+        or attn_bias is not None
+        or key_mask is not None
+        or seqused_k is not None
+        or offsets is not None
+        or alibi_slopes is not None
+        or sinks is not None
+    ):
+        inputs = gather(
+            real_type(q_array.dtype), attn_mask, attn_bias, key_mask, seqused_k, offsets, alibi_slopes, sinks
+        )
+    plan = plan_for(
+        q_array,
+        k_array,
+        v_array,
+        out_array,
+        inputs,
+        (scale, causal, align, q_offset, window, softcap, alibi_mode, layout)
+        + (return_lse, lse_base, return_weights, return_column_sums, return_scores),
+    )
+    return plan.run(q, q_array, k_array, v_array, out, out_array, inputs, threads, workspace)
+
+
+class Plan:
+    """The decision how to compute one shape of attention; made by manyhead.plan. Immutable, safe from any thread."""
+
+    def __init__(self, plan: CPlan, tensors: dict[str, _Seen], inputs: dict[str, _Seen]) -> None:
+        self._plan = plan
+        self._tensors = tensors
+        self._inputs = inputs
+
+    def run(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        attn_mask: Any = None,
+        attn_bias: Any = None,
+        key_mask: Any = None,
+        seqused_k: Any = None,
+        q_offset: Any = None,
+        alibi_slopes: Any = None,
+        sinks: Any = None,
+        out: Any = None,
+        threads: int | None = None,
+        workspace: Any = None,
+    ) -> Any:
+        """Runs the plan. Arrays must have the shapes, strides and types that it was made for, and the same optional
+        inputs must be there; otherwise ValueError says which one differs. Arguments and results as in attention."""
+        arrays = {"q": floats(q, "q"), "k": floats(k, "k"), "v": floats(v, "v")}
+        inputs = gather(self._plan.real, attn_mask, attn_bias, key_mask, seqused_k, q_offset, alibi_slopes, sinks)
+        if inputs.keys() != self._inputs.keys():
+            raise ValueError(f"the plan was made for the inputs {sorted(self._inputs)}, not {sorted(inputs)}")
+        for name, array in {**arrays, **inputs}.items():
+            _check_same(name, array, self._tensors[name] if name in self._tensors else self._inputs[name])
+        out_array = None if out is None else writable(out, "out")
+        if out_array is not None:
+            _check_same("out", out_array, self._tensors["out"])
+        q_array, k_array, v_array = arrays.values()
+        return self._plan.run(q, q_array, k_array, v_array, out, out_array, inputs, threads, workspace)
+
+    def workspace_size(self, threads: int | None = None) -> int:
+        """Bytes of workspace with which a run on at most `threads` threads allocates nothing."""
+        limit = thread_limit(threads)
+        return lib.mh_plan_workspace_size(self._plan.handle, limit) if self._plan.handle else 0
+
+    def make_workspace(self, threads: int | None = None) -> np.ndarray:
+        """Such a workspace: uint8, 64-byte aligned. For one run at a time."""
+        return aligned_empty(self.workspace_size(threads))
+
+    def describe(self, *, json: bool = False) -> Any:
+        """The plan in one line of text, or as a dict: kernel, isa, tile sizes, splits, tasks, FLOPs, bytes, ..."""
+        text = self._plan.describe(json)
+        return _json.loads(text) if json else text
+
+    def __repr__(self) -> str:
+        return f"<manyhead.Plan {self.describe()}>"
+
+
+def plan(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    dtype: Any = "float32",
+    attn_mask: Any = None,
+    attn_bias: Any = None,
+    key_mask: Any = None,
+    seqused_k: Any = None,
+    q_offset: Any = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    out: Any = None,
+    window: tuple[int, int] | None = None,
+    window_left: int | None = None,
+    window_right: int | None = None,
+    **options: Any,
+) -> Plan:
+    """Checks a kind of call once and decides how to compute it, for Plan.run.
+
+    Every array argument is an example array, of which shape, strides and type are taken and nothing is read, or a
+    shape (a tuple) for a contiguous one: of type `dtype` for q, k, v, out and attn_bias, bool for attn_mask and
+    key_mask, int64 for seqused_k and q_offset. An integer q_offset is part of the plan. `options` are those of
+    attention: scale, causal, align, softcap, alibi_mode, layout, return_lse, lse_base, return_weights,
+    return_column_sums, return_scores. Raises what attention raises.
+    """
+    unknown = options.keys() - set(Options._fields)
+    if unknown:
+        raise TypeError(f"plan() got an unexpected option {sorted(unknown)[0]!r}")
+    if window_left is not None or window_right is not None:
+        window = make_window(window, window_left, window_right)
+    offset = integer(q_offset, "q_offset") if isinstance(q_offset, Integral) else None
+    dtype = np.dtype(dtype)
+    if CODES[dtype] is None:
+        raise TypeError(f"dtype is {dtype}, must be float32, float64, float16 or bfloat16")
+    tensors = {name: _example(x, dtype) for name, x in (("q", q), ("k", k), ("v", v))}
+    tensors = {name: x if isinstance(x, Shape) else floats(x, name) for name, x in tensors.items()}
+    real = real_type(tensors["q"].dtype)
+    inputs = gather(
+        real,
+        _example(attn_mask, np.dtype(np.bool_)),
+        _example(attn_bias, dtype),
+        _example(key_mask, np.dtype(np.bool_)),
+        _example(seqused_k, np.dtype(np.int64)),
+        None if offset is not None else _example(q_offset, np.dtype(np.int64)),
+        _example(alibi_slopes, real),
+        _example(sinks, real),
+    )
+    out = _example(out, dtype)
+    if out is not None and not isinstance(out, Shape):
+        out = writable(out, "out")
+    made = CPlan(
+        tensors["q"], tensors["k"], tensors["v"], out, inputs, Options(q_offset=offset, window=window, **options)
+    )
+    tensors["out"] = out if out is not None else Shape(made.out_shape, made.dtype)
+    return Plan(
+        made,
+        {name: _Seen(x) for name, x in tensors.items()},
+        {name: _Seen(x) for name, x in inputs.items()},
+    )
+
+
+class _Seen:
+    """What a plan remembers of an array."""
+
+    def __init__(self, x: Any) -> None:
+        self.shape, self.strides, self.dtype = tuple(x.shape), element_strides(x), x.dtype
+
+
+def _example(x: Any, dtype: np.dtype) -> Any:
+    """A tuple of sizes as a contiguous array that does not exist; anything else as it is."""
+    if isinstance(x, tuple) and all(isinstance(size, int) and size >= 0 for size in x):
+        return Shape(x, dtype)
+    return x
+
+
+def _kind(dtype: np.dtype) -> Any:
+    """Types with the same kind are the same to C: bool and uint8, the two ways to write bfloat16."""
+    if dtype in (np.bool_, np.uint8):
+        return np.bool_
+    return dtype if CODES[dtype] is None else CODES[dtype]
+
+
+def _check_same(name: str, array: np.ndarray, planned: _Seen) -> None:
+    if array.shape != planned.shape:
+        raise ValueError(f"{name} has shape {array.shape}, the plan was made for {planned.shape}")
+    if _kind(array.dtype) != _kind(planned.dtype):
+        raise ValueError(f"{name} has dtype {array.dtype}, the plan was made for {planned.dtype}")
+    strides = element_strides(array)
+    sizes = planned.shape
+    if 0 not in sizes and any(n > 1 and s != p for n, s, p in zip(sizes, strides, planned.strides, strict=True)):
+        raise ValueError(f"{name} has strides {strides} in elements, the plan was made for {planned.strides}")
+
+
+def make_window(window: Any, left: Any, right: Any) -> tuple[Any, Any]:
+    if window is not None:
+        raise ValueError("give window or window_left and window_right, not both")
+    return (-1 if left is None else left, -1 if right is None else right)

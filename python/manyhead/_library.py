@@ -1,0 +1,111 @@
+"""Finds, loads and checks the shared library; turns its statuses into exceptions.
+
+Looked for, in this order: the file that the environment variable MANYHEAD_LIBRARY names (then nowhere else), the folder
+of this package, the folder in which meson-python puts libraries of a wheel, the system's loader.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Callable, Iterator
+from ctypes import byref, c_size_t
+from pathlib import Path
+
+from . import _abi
+
+__version__ = "0.1.0"
+
+
+class Error(RuntimeError):
+    """manyhead could not do what was asked, although no argument was wrong.
+
+    `status` is the mh_status number: 2 unsupported by this build or CPU, 3 out of memory, 4 a defect of manyhead.
+    """
+
+    def __init__(self, text: str, status: int) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+Error.__module__ = "manyhead"  # where users find it
+
+
+def file_names() -> tuple[str, ...]:
+    """The names of the library file on this system, the versioned one first: that is what a plain install has."""
+    if sys.platform == "win32":
+        return ("manyhead-0.dll", "manyhead.dll")
+    if sys.platform == "darwin":
+        return ("libmanyhead.0.dylib", "libmanyhead.dylib")
+    return ("libmanyhead.so.0", "libmanyhead.so")
+
+
+def candidates() -> Iterator[str]:
+    """The places to look, in order. A name without a folder is the system loader's to find."""
+    chosen = os.environ.get("MANYHEAD_LIBRARY")
+    if chosen:
+        yield chosen
+        return
+    package = Path(__file__).resolve().parent
+    for folder in (package, package.parent / ".manyhead.mesonpy.libs"):
+        for name in file_names():
+            yield str(folder / name)
+    yield from file_names()
+
+
+def compatible(version: str) -> bool:
+    """While the major version is 0 the minor one counts too: it may change the meaning of a call."""
+    return version.split(".")[:2] == __version__.split(".")[:2]
+
+
+def load() -> tuple[ctypes.CDLL, str]:
+    """The library and where it was found. Raises ImportError with every place that was tried and why it failed."""
+    failures = []
+    for place in candidates():
+        if Path(place).is_absolute() and not Path(place).exists():
+            failures.append(f"{place}: no such file")
+            continue
+        try:
+            library = ctypes.CDLL(place)
+            _abi.declare(library)
+        except (OSError, AttributeError) as error:
+            failures.append(f"{place}: {error}")
+            continue
+        version = library.mh_version().decode()
+        if compatible(version):
+            return library, place
+        failures.append(f"{place}: is version {version}, this package is {__version__}")
+    raise ImportError(
+        "manyhead's shared library was not found. Tried:\n  "
+        + "\n  ".join(failures)
+        + "\nBuild it (meson setup build && meson compile -C build) and set MANYHEAD_LIBRARY to the file, "
+        "or install the package with pip."
+    )
+
+
+lib, path = load()
+
+
+def raise_for(status: int) -> None:
+    """Raises the exception for a status other than MH_OK, with the library's text."""
+    text = lib.mh_last_error().decode(errors="replace")
+    if status == _abi.INVALID_ARGUMENT:
+        raise ValueError(text)
+    raise Error(text or lib.mh_status_name(status).decode(), status)
+
+
+def check(status: int) -> None:
+    if status:
+        raise_for(status)
+
+
+def text_of(write: Callable[[ctypes.Array[ctypes.c_char] | None, int, object], int]) -> str:
+    """The whole text of a C function that fills a buffer as snprintf does: write(buffer, size, &needed)."""
+    needed = c_size_t()
+    check(write(None, 0, byref(needed)))
+    while True:  # the text may have grown since it was measured
+        buffer = ctypes.create_string_buffer(needed.value)
+        check(write(buffer, len(buffer), byref(needed)))
+        if needed.value <= len(buffer):
+            return buffer.value.decode()

@@ -1,0 +1,395 @@
+"""From arrays and options to a plan of the C library, kept for the next call that looks the same."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import namedtuple
+from collections.abc import Callable, Mapping
+from ctypes import byref
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import _abi
+from ._arrays import (
+    CODES,
+    address,
+    boolean,
+    broadcast_strides,
+    choice,
+    element_strides,
+    floats,
+    index_vector,
+    integer,
+    mask,
+    new,
+    number,
+    real_vector,
+    view,
+    wrap,
+)
+from ._library import check, lib, raise_for, text_of
+
+_F64 = CODES[np.dtype(np.float64)]
+
+ALIGN = {None: _abi.ALIGN_UNSET, "top_left": _abi.ALIGN_TOP_LEFT, "bottom_right": _abi.ALIGN_BOTTOM_RIGHT}
+LSE_BASE = {"e": _abi.LSE_NATURAL, "2": _abi.LSE_BASE2}
+_ALIBI = {"abs": _abi.ALIBI_ABS, "signed": _abi.ALIBI_SIGNED}
+_STAGE = {"raw": _abi.SCORES_RAW, "capped": _abi.SCORES_CAPPED, "biased": _abi.SCORES_BIASED}
+LAYOUT = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3)}  # axes of batch, heads, length, dim
+_WEIGHTS = {False: 0, True: _abi.OUTPUT_WEIGHTS, "mean": _abi.OUTPUT_MEAN_WEIGHTS}
+
+Inputs = dict[str, Any]  # field of mh_tensors -> array
+NO_INPUTS: Inputs = {}
+
+
+class Options(NamedTuple):
+    """What a call asks for besides its arrays. All values can be keys of a dict, and none can change behind it."""
+
+    scale: float | None = None
+    causal: bool = False
+    align: str | None = None
+    q_offset: int | None = None
+    window: tuple[int, int] | None = None
+    softcap: float = 0.0
+    alibi_mode: str = "abs"
+    layout: str = "bhsd"
+    return_lse: bool = False
+    lse_base: str = "e"
+    return_weights: bool | str = False
+    return_column_sums: bool = False
+    return_scores: str | None = None
+
+
+class Shape(NamedTuple):
+    """A contiguous array that does not exist yet, for plans made from shapes."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        strides = [self.dtype.itemsize] * len(self.shape)
+        for axis in range(len(self.shape) - 1, 0, -1):
+            strides[axis - 1] = strides[axis] * max(self.shape[axis], 1)
+        return tuple(strides)
+
+
+def real_type(dtype: np.dtype) -> np.dtype:
+    """The type of lse, weights, slopes and sinks beside tensors of this type."""
+    return np.dtype(np.float64 if CODES[dtype] == _F64 else np.float32)
+
+
+@cache
+def result_type(fields: tuple[str, ...]) -> Callable[..., tuple]:
+    """A named tuple of what was asked for: `out, lse = ...` and `result.lse` both work."""
+    return namedtuple("Result", fields, module="manyhead")
+
+
+def gather(
+    real: np.dtype,
+    attn_mask: Any = None,
+    attn_bias: Any = None,
+    key_mask: Any = None,
+    seqused_k: Any = None,
+    q_offset: Any = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+) -> Inputs:
+    """The optional inputs as arrays that C can read, under the names that mh_tensors has for them."""
+    inputs: Inputs = {}
+    if attn_mask is not None:
+        array = attn_mask if isinstance(attn_mask, Shape) else _any_mask(attn_mask)
+        if array.dtype in (np.bool_, np.uint8):
+            inputs["mask"] = array
+        elif attn_bias is not None:
+            raise ValueError("attn_mask is additive and attn_bias is given too: add them up and pass one")
+        else:
+            inputs["bias"] = array
+    for field, value, convert in (
+        ("bias", attn_bias, lambda x: floats(x, "attn_bias")),
+        ("key_mask", key_mask, lambda x: mask(x, "key_mask")),
+        ("seqused_k", seqused_k, lambda x: index_vector(x, "seqused_k")),
+        ("q_offset", q_offset, lambda x: index_vector(x, "q_offset")),
+        ("alibi_slopes", alibi_slopes, lambda x: real_vector(x, "alibi_slopes", real)),
+        ("sinks", sinks, lambda x: real_vector(x, "sinks", real)),
+    ):
+        if value is not None:
+            inputs[field] = value if isinstance(value, Shape) else convert(value)
+    return inputs
+
+
+def _any_mask(x: Any) -> np.ndarray:
+    """attn_mask: boolean, or floats to add."""
+    array = np.asarray(x) if isinstance(x, (list, tuple)) else view(x, "attn_mask")
+    if array.dtype in (np.bool_, np.uint8):
+        return array
+    if array.dtype.kind in "iuO":
+        raise TypeError(f"attn_mask has dtype {array.dtype}, must be bool or uint8 (true = attend) or a float type")
+    return floats(array, "attn_mask")
+
+
+def place(target: Any, options: Any, inputs: Mapping[str, Any]) -> None:
+    """Writes where the queries stand among the keys, and the window, into an mh_problem or an mh_mha_call."""
+    target.causal = boolean(options.causal, "causal")
+    target.align = choice(options.align, "align", ALIGN)
+    if options.q_offset is not None:
+        target.q_offset = integer(options.q_offset, "q_offset")
+    if options.q_offset is not None or "q_offset" in inputs:
+        target.align = _abi.ALIGN_OFFSET
+    target.softcap = number(options.softcap, "softcap")
+    if options.window is not None:
+        if not isinstance(options.window, (tuple, list)) or len(options.window) != 2:
+            raise TypeError(f"window must be a pair (left, right), not {options.window!r}")
+        target.flags |= _abi.FLAG_WINDOW
+        target.window_left = integer(options.window[0], "window_left")
+        target.window_right = integer(options.window[1], "window_right")
+    indices = {inputs[name].dtype for name in ("seqused_k", "q_offset") if name in inputs}
+    if len(indices) > 1:
+        raise TypeError("seqused_k and q_offset are arrays of different types: make both int32 or both int64")
+    if indices == {np.dtype(np.int64)}:
+        target.index_type = _abi.INDEX_I64
+
+
+def spread(target: Any, inputs: Mapping[str, Any], scores: tuple[int, int, int, int]) -> None:
+    """Writes the strides of the masks into an mh_problem or an mh_mha_call; checks the vectors' lengths."""
+    batch, _, _, kv_len = scores
+    if "mask" in inputs:
+        target.mask_strides[:] = broadcast_strides(inputs["mask"], scores, "attn_mask")
+    if "bias" in inputs:
+        target.bias_strides[:] = broadcast_strides(inputs["bias"], scores, "attn_bias (or a float attn_mask)")
+        target.bias_dtype = CODES[inputs["bias"].dtype]
+    if "key_mask" in inputs:
+        target.key_mask_strides[:] = broadcast_strides(inputs["key_mask"], (batch, kv_len), "key_mask")
+    for name in ("seqused_k", "q_offset"):
+        if name in inputs and inputs[name].shape != (batch,):
+            raise ValueError(f"{name} has shape {inputs[name].shape}, must be (batch,) = {(batch,)}")
+
+
+class CPlan:
+    """An mh_plan with what Python must know to run it. Immutable; any number of threads may run it at once."""
+
+    def __init__(self, q: Any, k: Any, v: Any, out: Any, inputs: Mapping[str, Any], options: Options) -> None:
+        self.handle: int | None = None
+        axes = choice(options.layout, "layout", LAYOUT)
+        _check_shapes(q, k, v, axes)
+        batch, heads, q_len, head_dim = (q.shape[axis] for axis in axes)
+        kv_heads, kv_len, v_dim = (v.shape[axis] for axis in axes[1:])
+        self.dtype = q.dtype
+        self.real = real_type(q.dtype)
+        self.out_shape = tuple((batch, heads, q_len, v_dim)[axis] for axis in axes)
+        if out is None:
+            out = Shape(self.out_shape, q.dtype)
+        if tuple(out.shape) != self.out_shape:
+            raise ValueError(f"out has shape {out.shape}, must be {self.out_shape}")
+        if CODES[out.dtype] != CODES[q.dtype]:
+            raise TypeError(f"out has dtype {out.dtype}, must be that of q: {q.dtype}")
+        scores = (batch, heads, q_len, kv_len)
+
+        problem = _abi.Problem(ctypes.sizeof(_abi.Problem), batch, heads, kv_heads, q_len, kv_len, head_dim, v_dim)
+        problem.dtype = CODES[q.dtype]
+        problem.flags = _abi.FLAG_STRIDES
+        for field, array in (("q", q), ("k", k), ("v", v), ("out", out)):
+            strides = element_strides(array)
+            getattr(problem, field + "_strides")[:] = [strides[axis] for axis in axes]
+        if options.scale is not None:
+            problem.flags |= _abi.FLAG_SCALE
+            problem.scale = number(options.scale, "scale")
+        place(problem, options, inputs)
+        spread(problem, inputs, scores)
+        self._vectors(problem, inputs, batch, heads)
+        problem.alibi_mode = choice(options.alibi_mode, "alibi_mode", _ALIBI)
+        problem.lse_base = choice(options.lse_base, "lse_base", LSE_BASE)
+        self.results = self._results(problem, options, scores)
+        self.make_result = result_type(("out", *(name for name, _, _ in self.results))) if self.results else None
+
+        if heads == 0 or kv_heads == 0 or v_dim == 0:  # C takes 0 for "as many as"; nothing would be computed anyway
+            if heads and (kv_heads == 0 or self.results):
+                axis = axes[1] if kv_heads == 0 else 3
+                raise ValueError(f"{'k' if kv_heads == 0 else 'v'}.shape[{axis}] is 0, must be at least 1")
+            return
+        handle = ctypes.c_void_p()
+        check(lib.mh_plan_create(byref(problem), byref(handle)))
+        self.handle = handle.value
+
+    def __del__(self, destroy: Any = lib.mh_plan_destroy) -> None:
+        if getattr(self, "handle", None):
+            destroy(self.handle)
+
+    @staticmethod
+    def _vectors(problem: _abi.Problem, inputs: Mapping[str, Any], batch: int, heads: int) -> None:
+        for field, bit in (
+            ("mask", _abi.INPUT_MASK),
+            ("bias", _abi.INPUT_BIAS),
+            ("key_mask", _abi.INPUT_KEY_MASK),
+            ("seqused_k", _abi.INPUT_SEQUSED_K),
+            ("q_offset", _abi.INPUT_Q_OFFSET),
+            ("alibi_slopes", _abi.INPUT_ALIBI),
+            ("sinks", _abi.INPUT_SINKS),
+        ):
+            if field in inputs:
+                problem.inputs |= bit
+        if "alibi_slopes" in inputs:
+            shape = tuple(inputs["alibi_slopes"].shape)
+            if shape not in ((heads,), (batch, heads)):
+                raise ValueError(f"alibi_slopes has shape {shape}, must be {(heads,)} or {(batch, heads)}")
+            problem.alibi_batch_stride = heads if len(shape) == 2 else 0
+        if "sinks" in inputs and tuple(inputs["sinks"].shape) != (heads,):
+            raise ValueError(f"sinks has shape {inputs['sinks'].shape}, must be (heads,) = {(heads,)}")
+
+    def _results(
+        self, problem: _abi.Problem, options: Options, scores: tuple[int, int, int, int]
+    ) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+        """(name in the result, field of mh_tensors, shape) of the outputs besides out; also writes their strides."""
+        batch, heads, q_len, kv_len = scores
+        bits = choice(options.return_weights, "return_weights", _WEIGHTS)
+        if boolean(options.return_lse, "return_lse"):
+            bits |= _abi.OUTPUT_LSE
+        if boolean(options.return_column_sums, "return_column_sums"):
+            bits |= _abi.OUTPUT_COLUMN_SUMS
+        if options.return_scores is not None:
+            bits |= _abi.OUTPUT_SCORES
+            problem.scores_stage = choice(options.return_scores, "return_scores", _STAGE)
+        problem.outputs = bits
+        everything = (
+            ("lse", "lse", (batch, heads, q_len), _abi.OUTPUT_LSE),
+            ("weights", "weights", scores, _abi.OUTPUT_WEIGHTS),
+            ("weights", "mean_weights", (batch, q_len, kv_len), _abi.OUTPUT_MEAN_WEIGHTS),
+            ("column_sums", "column_sums", (batch, heads, kv_len), _abi.OUTPUT_COLUMN_SUMS),
+            ("scores", "scores", scores, _abi.OUTPUT_SCORES),
+        )
+        results = tuple((name, field, shape) for name, field, shape, bit in everything if bits & bit)
+        for _, field, shape in results:
+            getattr(problem, field + "_strides")[:] = element_strides(Shape(shape, self.real))
+        return results
+
+    def run(
+        self,
+        like: Any,
+        q: np.ndarray,
+        k: np.ndarray,
+        v: np.ndarray,
+        out: Any,
+        out_array: np.ndarray | None,
+        inputs: Inputs,
+        threads: int | None,
+        workspace: Any,
+    ) -> Any:
+        """Runs the plan on arrays that have its shapes and strides. `out` is the caller's object and `out_array` its
+        memory, or both are None; the other results are of the kind of `like`."""
+        if out_array is None:
+            out_array = new(self.out_shape, self.dtype, like)
+        tensors = _abi.Tensors(_TENSORS_SIZE, address(q), address(k), address(v), address(out_array))
+        for field, array in inputs.items():
+            setattr(tensors, field, address(array))
+        extra = []
+        for _, field, shape in self.results:
+            extra.append(array := new(shape, self.real, like))
+            setattr(tensors, field, address(array))
+        if self.handle is not None:
+            execution = None
+            if threads is not None or workspace is not None:
+                execution = byref(make_exec(threads, workspace))
+            status = lib.mh_plan_run(self.handle, byref(tensors), execution)
+            if status:
+                raise_for(status)
+        if out is None:  # not earlier: a library may copy what it takes over
+            out = wrap(out_array, like)
+        if self.make_result is None:
+            return out
+        return self.make_result(out, *(wrap(array, like) for array in extra))
+
+    def describe(self, json: bool) -> str:
+        if self.handle is None:
+            return "{}" if json else "nothing to compute"
+        style = _abi.FORMAT_JSON if json else _abi.FORMAT_LINE
+        return text_of(lambda buffer, size, needed: lib.mh_plan_describe(self.handle, style, buffer, size, needed))
+
+
+_TENSORS_SIZE = ctypes.sizeof(_abi.Tensors)
+
+
+def make_exec(threads: int | None, workspace: Any) -> _abi.Exec:
+    execution = _abi.Exec(ctypes.sizeof(_abi.Exec), thread_limit(threads))
+    if workspace is not None:
+        array = view(workspace, "workspace")
+        if not (array.flags.writeable and array.flags.c_contiguous):
+            raise ValueError("workspace must be writable and contiguous")
+        execution.workspace = address(array)
+        execution.workspace_size = array.nbytes
+    return execution
+
+
+def thread_limit(threads: int | None) -> int:
+    """exec.threads; None and 0 mean manyhead.threads()."""
+    count = 0 if threads is None else integer(threads, "threads")
+    if not 0 <= count < 2**31:
+        raise ValueError(f"threads is {count}, must be at least 0 and fit 32 bits")
+    return count
+
+
+def _check_shapes(q: Any, k: Any, v: Any, axes: tuple[int, ...]) -> None:
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        if array.ndim != 4:
+            order = "(batch, heads, len, dim)" if axes[1] == 1 else "(batch, len, heads, dim)"
+            raise ValueError(f"{name} has shape {tuple(array.shape)}, must have 4 dimensions {order}")
+        if CODES[array.dtype] != CODES[q.dtype]:
+            raise TypeError(
+                f"q, k and v must have one dtype, not q {q.dtype}, k {k.dtype}, v {v.dtype}: {name} differs from q"
+            )
+    for name, array, other, like, axis in (
+        ("k", k, "q", q, 0),
+        ("k", k, "q", q, 3),
+        ("v", v, "k", k, 0),
+        ("v", v, "k", k, 1),
+        ("v", v, "k", k, 2),
+    ):
+        if array.shape[axis] != like.shape[axis]:
+            raise ValueError(
+                f"{name}.shape[{axis}] is {array.shape[axis]}, must equal {other}.shape[{axis}] = {like.shape[axis]}"
+            )
+
+
+# ---- The plans of earlier calls. Reading a dict is one atomic step; writers take the lock. ----
+
+_LIMIT = 256
+_plans: dict[tuple, CPlan] = {}
+_lock = threading.Lock()
+
+
+def forget() -> None:
+    with _lock:
+        _plans.clear()
+
+
+def signature(inputs: Inputs) -> tuple:
+    return tuple((field, array.shape, array.strides, array.dtype) for field, array in inputs.items())
+
+
+def plan_for(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray | None, inputs: Inputs, options: tuple
+) -> CPlan:
+    """The plan of an earlier call with the same shapes, strides, types and options, or a new one."""
+    key = (
+        (q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape, v.strides, v.dtype)
+        + ((out.shape, out.strides, out.dtype) if out is not None else ()),
+        signature(inputs) if inputs else (),
+        options,
+    )
+    try:
+        plan = _plans.get(key)
+    except TypeError:  # an option that cannot be a key: CPlan accepts or refuses it
+        return CPlan(q, k, v, out, inputs, Options(*options))
+    if plan is None:
+        plan = CPlan(q, k, v, out, inputs, Options(*options))
+        with _lock:
+            while len(_plans) >= _LIMIT:  # the oldest goes: a decoding loop never comes back to a shorter kv_len
+                del _plans[next(iter(_plans))]
+            _plans[key] = plan
+    return plan

@@ -1,0 +1,300 @@
+"""manyhead.attention against the float64 reference: every option, alone and with others, every type, special values."""
+
+from __future__ import annotations
+
+import itertools
+
+import manyhead
+import numpy as np
+import problems
+import pytest
+import reference
+from manyhead import _plan
+from problems import DTYPES, OPTIONS, check, close, random_options, random_tensors
+
+
+def tensors(*shape, dtype=np.float32, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape).astype(dtype) for _ in range(3)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("option", ["none", *OPTIONS])
+def test_one_option(option, dtype):
+    rng = np.random.default_rng(OPTIONS.index(option) if option != "none" else 99)
+    for _ in range(4):
+        q, k, v = random_tensors(rng, dtype)
+        check(q, k, v, dtype, **random_options(rng, {option}, q, k))
+
+
+@pytest.mark.parametrize("pair", list(itertools.combinations(OPTIONS, 2)), ids="-".join)
+def test_pair_of_options(pair):
+    rng = np.random.default_rng(list(itertools.combinations(OPTIONS, 2)).index(pair))
+    q, k, v = random_tensors(rng, "f32")
+    options = random_options(rng, set(pair), q, k)
+    changed = [problems.relayout(rng, x) for x in (q, k, v)], problems.in_memory(rng, options)
+    check(q, k, v, "f32", changed, **options)
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_many_options_in_any_memory(seed):
+    rng = np.random.default_rng(1000 + seed)
+    dtype = str(rng.choice(list(DTYPES)))
+    q, k, v = random_tensors(rng, dtype)
+    options = random_options(rng, set(rng.choice(OPTIONS, rng.integers(3, 8))), q, k)
+    changed = [problems.relayout(rng, x) for x in (q, k, v)], problems.in_memory(rng, options)
+    check(q, k, v, dtype, changed, **options)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_masked_slots_may_hold_anything(seed):
+    """NaN and inf in keys and values that no query attends do not change one bit."""
+    rng = np.random.default_rng(2000 + seed)
+    dtype = str(rng.choice(list(DTYPES)))
+    q, k, v = random_tensors(rng, dtype)
+    names = set(rng.choice(["causal", "window", "mask", "bias", "key_mask", "seqused_k", "q_offset"], 2))
+    options = random_options(rng, names, q, k)
+    before = manyhead.attention(q, k, v, return_lse=True, return_weights=True, **options)
+    attended = reference.attention(q, k, v, **options).biased != -np.inf
+    batch, kv_heads = k.shape[:2]
+    by_head = attended.reshape(batch, kv_heads, -1, k.shape[2]).any(axis=2)
+    poison = np.array([np.nan, np.inf, -np.inf])
+    for x in (k, v):
+        x[~by_head] = rng.choice(poison, (int((~by_head).sum()), x.shape[3])).astype(x.dtype)
+    after = manyhead.attention(q, k, v, return_lse=True, return_weights=True, **options)
+    for a, b in zip(before, after, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_nan_reaches_exactly_the_rows_that_attend_it():
+    q, k, v = tensors(1, 2, 20, 8)
+    k[0, 0, 7] = np.nan
+    v[0, 1, 5, 3] = np.inf
+    out = manyhead.attention(q, k, v, causal=True)
+    assert np.isfinite(out[0, 0, :7]).all() and np.isnan(out[0, 0, 7:]).all()
+    assert np.isfinite(out[0, 1, :5]).all() and np.isinf(out[0, 1, 5:, 3]).all()
+    assert np.isfinite(np.delete(out[0, 1], 3, axis=1)).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("how", ["mask", "bias", "key_mask", "seqused_k", "window", "causal", "q_offset"])
+def test_rows_that_attend_nothing(how, dtype):
+    q, k, v = tensors(2, 2, 3, 4, dtype=DTYPES[dtype])
+    options = {
+        "mask": {"attn_mask": np.zeros((3, 3), bool)},
+        "bias": {"attn_bias": np.full((1, 3), -np.inf, np.float32)},
+        "key_mask": {"key_mask": np.zeros((2, 3), bool)},
+        "seqused_k": {"seqused_k": [0, 0]},
+        "window": {"window": (0, 0), "q_offset": 50},
+        "causal": {"causal": True, "q_offset": -3},
+        "q_offset": {"causal": True, "q_offset": [-3, -9]},
+    }[how]
+    result = manyhead.attention(q, k, v, return_lse=True, return_weights=True, return_column_sums=True, **options)
+    assert (result.out == 0).all() and (result.weights == 0).all() and (result.column_sums == 0).all()
+    assert (result.lse == -np.inf).all()
+    sinks = np.array([0.5, -2.0])
+    result = manyhead.attention(q, k, v, return_lse=True, sinks=sinks, **options)
+    assert (result.out == 0).all()
+    np.testing.assert_allclose(result.lse, np.broadcast_to(sinks[None, :, None], (2, 2, 3)), 1e-6)
+
+
+def test_a_finite_bias_everywhere_is_an_ordinary_softmax():
+    q, k, v = tensors(1, 1, 4, 8)
+    bias = np.full((4, 4), -1e30, np.float32)
+    mean = np.broadcast_to(v.mean(axis=2, keepdims=True), v.shape)
+    np.testing.assert_allclose(manyhead.attention(q, k, v, attn_bias=bias), mean, 1e-5, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("zero", ["batch", "q_len", "kv_len"])
+def test_empty_dimensions(zero, dtype):
+    rng = np.random.default_rng(5)
+    q, k, v = random_tensors(rng, dtype, **({"batch": 2, "q_len": 3, "kv_len": 4} | {zero: 0}))
+    options = random_options(rng, {"mask", "bias", "key_mask", "seqused_k", "alibi", "causal"}, q, k)
+    check(q, k, v, dtype, **options)
+
+
+def test_no_heads_and_no_values_give_empty_results():
+    q, k, v = (np.zeros((2, 0, 3, 4), np.float32) for _ in range(3))
+    result = manyhead.attention(q, k, v, return_lse=True, return_weights=True)
+    assert result.out.shape == (2, 0, 3, 4) and result.lse.shape == (2, 0, 3) and result.weights.shape == (2, 0, 3, 3)
+    q, k, _ = tensors(2, 2, 3, 4)
+    assert manyhead.attention(q, k, np.zeros((2, 2, 3, 0), np.float32)).shape == (2, 2, 3, 0)
+    with pytest.raises(ValueError, match=r"v\.shape\[3\] is 0"):
+        manyhead.attention(q, k, np.zeros((2, 2, 3, 0), np.float32), return_lse=True)
+    with pytest.raises(ValueError, match=r"k\.shape\[1\] is 0"):
+        manyhead.attention(q, k[:, :0], k[:, :0])
+
+
+def test_huge_scores_are_an_exact_arg_max():
+    q, k, v = tensors(1, 2, 6, 16)
+    result = manyhead.attention(q, k, v, scale=1e6, return_lse=True, return_weights=True)
+    expected = reference.attention(q, k, v, scale=1e6)
+    np.testing.assert_array_equal(result.weights.argmax(-1), expected.weights.argmax(-1))
+    np.testing.assert_allclose(result.lse, expected.lse, 1e-6)
+    np.testing.assert_allclose(result.out, expected.out, 1e-3, 1e-3)
+
+
+def test_values_near_the_largest_float_do_not_overflow_on_the_way():
+    q, k, _ = tensors(1, 1, 3, 8)
+    v = np.full((1, 1, 3, 8), 3e38, np.float32)
+    np.testing.assert_allclose(manyhead.attention(q, k, v), v, 1e-5)
+
+
+def test_denormals_are_kept():
+    q, k, _ = tensors(1, 1, 3, 8)
+    v = np.full((1, 1, 3, 8), 1e-42, np.float32)
+    np.testing.assert_allclose(manyhead.attention(q, k, v), v, 0, 3e-45)
+
+
+@pytest.mark.parametrize("stage", ["raw", "capped", "biased"])
+def test_scores_at_each_stage(stage):
+    rng = np.random.default_rng(6)
+    q, k, v = random_tensors(rng, "f32", kv_len=37, q_len=17)
+    options = random_options(rng, {"softcap", "bias", "causal", "alibi"}, q, k)
+    result = manyhead.attention(q, k, v, return_scores=stage, **options)
+    assert result._fields == ("out", "scores")
+    close(result.scores, getattr(reference.attention(q, k, v, **options), stage), "f32", "scores")
+
+
+def test_results_come_in_the_order_of_the_documentation():
+    q, k, v = tensors(1, 2, 3, 4)
+    result = manyhead.attention(
+        q, k, v, return_scores="raw", return_weights=True, return_lse=True, return_column_sums=True
+    )
+    assert result._fields == ("out", "lse", "weights", "column_sums", "scores")
+    out, lse = manyhead.attention(q, k, v, return_lse=True)
+    close(out, result.out, "f32")
+    close(lse, result.lse, "f32", "lse")
+    assert isinstance(manyhead.attention(q, k, v), np.ndarray)
+
+
+def test_mean_weights_and_base_two():
+    q, k, v = tensors(2, 3, 5, 8)
+    expected = reference.attention(q, k, v)
+    result = manyhead.attention(q, k, v, return_weights="mean", return_lse=True, lse_base="2")
+    close(result.weights, expected.weights.mean(axis=1), "f32", "weights")
+    np.testing.assert_allclose(result.lse, expected.lse / np.log(2), 2e-6, 2e-5)
+
+
+def test_the_real_outputs_are_f32_or_f64():
+    for dtype, real in (("f32", np.float32), ("f64", np.float64), ("f16", np.float32), ("bf16", np.float32)):
+        q, k, v = tensors(1, 2, 3, 4, dtype=DTYPES[dtype])
+        result = manyhead.attention(q, k, v, return_lse=True, return_weights=True, return_scores="raw")
+        assert {x.dtype for x in result[1:]} == {np.dtype(real)}
+
+
+def test_layout_bshd():
+    rng = np.random.default_rng(7)
+    q, k, v = random_tensors(rng, "f32", group=2, q_len=5, kv_len=9)
+    options = random_options(rng, {"mask", "causal"}, q, k)
+    expected = manyhead.attention(q, k, v, return_lse=True, return_weights=True, **options)
+    bshd = [np.ascontiguousarray(x.swapaxes(1, 2)) for x in (q, k, v)]
+    result = manyhead.attention(*bshd, layout="bshd", return_lse=True, return_weights=True, **options)
+    assert result.out.flags.c_contiguous
+    np.testing.assert_array_equal(result.out.swapaxes(1, 2), expected.out)
+    np.testing.assert_array_equal(result.lse, expected.lse)
+    np.testing.assert_array_equal(result.weights, expected.weights)
+
+
+def test_packed_qkv_and_repeated_memory():
+    packed = np.random.default_rng(8).standard_normal((2, 7, 3, 4, 8)).astype(np.float32)
+    q, k, v = (packed[:, :, i] for i in range(3))
+    separate = [np.ascontiguousarray(x.swapaxes(1, 2)) for x in (q, k, v)]
+    expected = manyhead.attention(*separate)
+    np.testing.assert_array_equal(manyhead.attention(q, k, v, layout="bshd").swapaxes(1, 2), expected)
+    one = np.broadcast_to(separate[1][:, :1], separate[1].shape)
+    shared = separate[1][:, :1]  # one kv head instead of the same one four times
+    close(manyhead.attention(separate[0], one, one), manyhead.attention(separate[0], shared, shared), "f32")
+
+
+def test_window_by_two_names():
+    q, k, v = tensors(1, 1, 9, 4)
+    both = manyhead.attention(q, k, v, window=(2, 1))
+    np.testing.assert_array_equal(manyhead.attention(q, k, v, window_left=2, window_right=1), both)
+    np.testing.assert_array_equal(manyhead.attention(q, k, v, window=[2, 1]), both)
+    left = manyhead.attention(q, k, v, window=(2, -1))
+    np.testing.assert_array_equal(manyhead.attention(q, k, v, window_left=2), left)
+
+
+def test_masks_of_every_rank_and_plain_sequences():
+    q, k, v = tensors(2, 2, 3, 4)
+    mask = np.array([True, False, True])
+    expected = manyhead.attention(q, k, v, attn_mask=np.broadcast_to(mask, (2, 2, 3, 3)))
+    for shape in ((3,), (1, 3), (1, 1, 3), (1, 1, 1, 3)):
+        np.testing.assert_array_equal(manyhead.attention(q, k, v, attn_mask=mask.reshape(shape)), expected)
+    np.testing.assert_array_equal(manyhead.attention(q, k, v, attn_mask=[True, False, True]), expected)
+    np.testing.assert_array_equal(manyhead.attention(q, k, v, key_mask=mask), expected)
+    close(manyhead.attention(q, k, v, attn_mask=np.where(mask, 0, -np.inf).astype(np.float16)), expected, "f32")
+    np.testing.assert_array_equal(
+        manyhead.attention(q, k, v, seqused_k=[2, 1]), manyhead.attention(q, k, v, seqused_k=np.array([2, 1], np.uint8))
+    )
+
+
+def test_an_offset_takes_the_place_of_the_alignment():
+    q, k, v = tensors(1, 1, 4, 8)
+    expected = manyhead.attention(q[:, :, 2:], k, v, causal=True, align="bottom_right")
+    for offset in (2, np.int32(2), [2], np.array([2])):
+        result = manyhead.attention(q[:, :, 2:], k, v, causal=True, align="top_left", q_offset=offset)
+        np.testing.assert_array_equal(result, expected)
+
+
+def test_the_result_is_written_to_out():
+    q, k, v = tensors(2, 3, 5, 8)
+    expected = manyhead.attention(q, k, v)
+    memory = np.full((5, 8, 3, 2, 2), 7, np.float32)
+    out = memory[::-1, :, :, 1, :].transpose(3, 2, 0, 1)
+    assert manyhead.attention(q, k, v, out=out) is out
+    np.testing.assert_array_equal(out, expected)
+    assert (memory[:, :, :, 0] == 7).all()
+    result = manyhead.attention(q, k, v, out=out, return_lse=True)
+    assert result.out is out
+
+
+def test_the_same_bits_for_any_threads_and_neighbours():
+    rng = np.random.default_rng(9)
+    q, k, v = random_tensors(rng, "f32", batch=3, kv_heads=2, group=2, q_len=40, kv_len=900, head_dim=64, v_dim=64)
+    expected = manyhead.attention(q, k, v, threads=1, return_lse=True, return_weights=True, return_column_sums=True)
+    for threads in (2, 3, 7):
+        result = manyhead.attention(
+            q, k, v, threads=threads, return_lse=True, return_weights=True, return_column_sums=True
+        )
+        for a, b in zip(result, expected, strict=True):
+            np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(manyhead.attention(q[1:2], k[1:2], v[1:2]), expected.out[1:2])
+    step = q[:, :, :1]
+    np.testing.assert_array_equal(
+        manyhead.attention(step[2:], k[2:], v[2:], threads=1), manyhead.attention(step, k, v, threads=2)[2:]
+    )
+
+
+def test_results_stay_valid_after_later_calls():
+    q, k, v = tensors(1, 2, 8, 16)
+    first = manyhead.attention(q, k, v, return_lse=True)
+    copies = [x.copy() for x in first]
+    for seed in range(5):
+        manyhead.attention(*tensors(1, 2, 8, 16, seed=seed), return_lse=True)
+    for a, b in zip(first, copies, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_options_that_compare_equal_are_not_confused():
+    """Kept plans are found by the options' values: 0 and None, 0 and False, 1 and True mean different things."""
+    q, k, v = tensors(1, 1, 3, 4)
+    uniform = manyhead.attention(q, k, v, scale=0)
+    np.testing.assert_allclose(uniform, np.broadcast_to(v.mean(2, keepdims=True), v.shape), 1e-5, 1e-6)
+    default = manyhead.attention(q, k, v)
+    assert not np.allclose(uniform, default)
+    np.testing.assert_array_equal(manyhead.attention(q, k, v, scale=np.float32(0.5)), default)
+    assert isinstance(manyhead.attention(q, k, v, return_weights=0), np.ndarray)
+    assert manyhead.attention(q, k, v, return_weights=1)._fields == ("out", "weights")
+
+
+def test_more_kinds_of_calls_than_plans_are_kept():
+    q, k, v = tensors(1, 1, 1, 8)
+    keys = np.random.default_rng(3).standard_normal((1, 1, 600, 8)).astype(np.float32)
+    for length in (*range(1, 600), 1, 2):
+        out = manyhead.attention(q, keys[:, :, :length], keys[:, :, :length])
+        if length % 97 == 1:
+            close(out, reference.attention(q, keys[:, :, :length], keys[:, :, :length]).out, "f32")
+    assert 0 < len(_plan._plans) <= _plan._LIMIT < 600

@@ -1,0 +1,145 @@
+"""manyhead.plan: made from arrays or shapes, run many times, refuses arrays it was not made for."""
+
+from __future__ import annotations
+
+import manyhead
+import numpy as np
+import problems
+import pytest
+from problems import DTYPES, random_options, random_tensors, relayout
+
+SHAPES = ((2, 4, 3, 8), (2, 2, 5, 8), (2, 2, 5, 6))
+
+
+def arrays(dtype="f32", seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape).astype(DTYPES[dtype]) for shape in SHAPES]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_plan_from_shapes(dtype):
+    plan = manyhead.plan(*SHAPES, dtype=DTYPES[dtype], causal=True, align="bottom_right", return_lse=True)
+    for seed in range(3):
+        q, k, v = arrays(dtype, seed)
+        result = plan.run(q, k, v)
+        expected = manyhead.attention(q, k, v, causal=True, align="bottom_right", return_lse=True)
+        np.testing.assert_array_equal(result.out, expected.out)
+        np.testing.assert_array_equal(result.lse, expected.lse)
+        assert result.out.dtype == DTYPES[dtype]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_plan_from_arrays_of_any_layout(seed):
+    rng = np.random.default_rng(seed)
+    q, k, v = random_tensors(rng, "f32")
+    options = random_options(rng, {"mask", "bias", "key_mask", "alibi", "sinks", "seqused_k", "q_offsets"}, q, k)
+    q, k, v = (relayout(rng, x) for x in (q, k, v))
+    options = problems.in_memory(rng, options)
+    plan = manyhead.plan(q, k, v, **options)
+    mode = options.pop("alibi_mode")
+    np.testing.assert_array_equal(plan.run(q, k, v, **options), manyhead.attention(q, k, v, alibi_mode=mode, **options))
+
+
+def test_optional_inputs_by_shape():
+    q, k, v = arrays()
+    rng = np.random.default_rng(1)
+    inputs = {
+        "attn_mask": rng.random((2, 1, 3, 5)) < 0.8,
+        "attn_bias": rng.standard_normal((3, 5)).astype(np.float32),
+        "key_mask": rng.random((2, 5)) < 0.8,
+        "seqused_k": np.array([5, 3]),
+        "q_offset": np.array([1, -1]),
+        "alibi_slopes": rng.random(4).astype(np.float32),
+        "sinks": rng.random(4).astype(np.float32),
+    }
+    plan = manyhead.plan(*SHAPES, causal=True, **{name: x.shape for name, x in inputs.items()})
+    np.testing.assert_array_equal(plan.run(q, k, v, **inputs), manyhead.attention(q, k, v, causal=True, **inputs))
+    plan = manyhead.plan(*SHAPES, causal=True, q_offset=2)
+    np.testing.assert_array_equal(plan.run(q, k, v), manyhead.attention(q, k, v, causal=True, q_offset=2))
+
+
+def test_out_threads_and_workspace():
+    q, k, v = arrays()
+    expected = manyhead.attention(q, k, v)
+    out = np.zeros((3, 6, 4, 2), np.float32).transpose(3, 2, 0, 1)
+    plan = manyhead.plan(q, k, v, out=out)
+    workspace = plan.make_workspace(2)
+    assert workspace.nbytes == plan.workspace_size(2) and workspace.ctypes.data % 64 == 0
+    assert plan.workspace_size(1) <= plan.workspace_size(2)
+    assert plan.run(q, k, v, out=out, threads=2, workspace=workspace) is out
+    np.testing.assert_array_equal(out, expected)
+    with pytest.raises(ValueError, match="workspace"):
+        plan.run(q, k, v, workspace=workspace[:-64] if workspace.nbytes > 64 else workspace[:0], threads=2)
+    with pytest.raises(ValueError, match="out has strides"):
+        plan.run(q, k, v, out=np.zeros(out.shape, np.float32))
+    np.testing.assert_array_equal(manyhead.plan(*SHAPES).run(q, k, v, out=np.zeros(out.shape, np.float32)), expected)
+
+
+@pytest.mark.parametrize(("change", "text"), [
+    (lambda q, k, v: (q[:1], k[:1], v[:1]), r"q has shape \(1, 4, 3, 8\), the plan was made for \(2, 4, 3, 8\)"),
+    (lambda q, k, v: (q, k[:, :, :4], v), "k has shape"),
+    (lambda q, k, v: (q, k, v.astype(np.float64)), "v has dtype float64, the plan was made for float32"),
+    (lambda q, k, v: (q[..., ::-1], k, v), "q has strides .* in elements, the plan was made for"),
+])  # fmt: skip
+def test_arrays_that_differ_from_the_plan(change, text):
+    plan = manyhead.plan(*SHAPES)
+    with pytest.raises(ValueError, match=text):
+        plan.run(*change(*arrays()))
+
+
+def test_inputs_that_differ_from_the_plan():
+    q, k, v = arrays()
+    plan = manyhead.plan(*SHAPES, attn_mask=(3, 5))
+    with pytest.raises(ValueError, match=r"made for the inputs \['mask'\], not \[\]"):
+        plan.run(q, k, v)
+    with pytest.raises(ValueError, match="made for the inputs"):
+        plan.run(q, k, v, attn_mask=np.ones((3, 5), np.float32))
+    with pytest.raises(ValueError, match="mask has shape"):
+        plan.run(q, k, v, attn_mask=np.ones((1, 5), bool))
+    plan.run(q, k, v, attn_mask=np.ones((3, 5), np.uint8))  # uint8 and bool are the same memory
+    plan = manyhead.plan(*SHAPES, seqused_k=(2,))
+    with pytest.raises(ValueError, match="seqused_k has dtype int32, the plan was made for int64"):
+        plan.run(q, k, v, seqused_k=np.array([1, 1], np.int32))
+
+
+def test_strides_of_dimensions_of_size_one_say_nothing():
+    q = np.ones((1, 4, 1, 8), np.float32)
+    plan = manyhead.plan(q.shape, q.shape, q.shape)
+    odd = np.ones((3, 4, 7, 8), np.float32)[:1, :, :1].copy()[:, :, :1]
+    odd = np.lib.stride_tricks.as_strided(odd, odd.shape, (4000, odd.strides[1], 12, 4))
+    np.testing.assert_array_equal(plan.run(odd, q, q), q)
+
+
+def test_mistakes_in_making_a_plan():
+    with pytest.raises(TypeError, match="unexpected option 'dropout'"):
+        manyhead.plan(*SHAPES, dropout=1)
+    with pytest.raises(TypeError, match="dtype is int32"):
+        manyhead.plan(*SHAPES, dtype=np.int32)
+    with pytest.raises(ValueError, match=r"k\.shape\[3\]"):
+        manyhead.plan(SHAPES[0], (2, 2, 5, 7), SHAPES[2])
+    with pytest.raises(ValueError, match="top_left|TOP_LEFT"):
+        manyhead.plan(*SHAPES, causal=True)
+    with pytest.raises(ValueError, match=r"out has shape \(1, 2\)"):
+        manyhead.plan(*SHAPES, out=(1, 2))
+    with pytest.raises(ValueError):
+        manyhead.plan((2**40, 2**20, 3, 8), (2**40, 2**20, 5, 8), (2**40, 2**20, 5, 6))
+
+
+def test_describe():
+    plan = manyhead.plan((1, 8, 128, 64), (1, 2, 128, 64), (1, 2, 128, 64), causal=True)
+    line = plan.describe()
+    assert "\n" not in line and "h8/2" in line and manyhead.isa() in line and line in repr(plan)
+    facts = plan.describe(json=True)
+    assert facts["isa"] == manyhead.isa() and facts["flops"] > 0
+
+
+def test_a_plan_outlives_its_arrays_and_many_others():
+    import gc
+
+    plan = manyhead.plan(*arrays())
+    q, k, v = arrays()
+    expected = plan.run(q, k, v)
+    for length in range(1, 300):
+        manyhead.attention(q[:, :, :1], *(np.ones((2, 2, length, 8), np.float32) for _ in range(2)))
+    gc.collect()
+    np.testing.assert_array_equal(plan.run(q, k, v), expected)
