@@ -1,0 +1,293 @@
+"""Times manyhead beside the other libraries on the rows of workloads.txt and prints the ratios.
+
+Every library runs in a process of its own (contestants.py), stopped while it is not its turn, so that no thread pool
+spins in another one's time. For each row: all of them compute the same inputs, a sample of each result is compared with
+float64, then they are timed in alternating rounds, with the rate of multiply-adds and of reading memory measured in the
+same rounds; the fastest call of all rounds counts. A library that is not installed is left out, one whose result is
+wrong is not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import math
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from contestants import CONTESTANTS, ITEM_SIZE, TOLERANCE, Workload, make_inputs, read_workloads, reference_rows
+
+HERE = Path(__file__).resolve().parent
+OURS = "manyhead"
+# Not peers: one is a part of the work, the other has less precise inputs than the row says.
+NOT_PEERS = ("bare products", "ggml-f16")
+
+
+class Worker:
+    """A process that answers one line to each line, and is stopped in between."""
+
+    def __init__(self, command: list[str], env: dict[str, str]) -> None:
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=os.environ | env
+        )
+
+    def read(self) -> str:
+        line = self.process.stdout.readline()
+        if not line:
+            raise ChildProcessError(f"{self.process.args} ended with status {self.process.wait()}")
+        os.kill(self.process.pid, signal.SIGSTOP)
+        return line.strip()
+
+    def ask(self, text: str) -> str:
+        os.kill(self.process.pid, signal.SIGCONT)
+        self.process.stdin.write(text + "\n")
+        return self.read()
+
+    def call(self, **command: Any) -> dict[str, Any]:
+        return json.loads(self.ask(json.dumps(command)))
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def find_probe() -> str:
+    """The program bench/probe of a build folder: MANYHEAD_PROBE, beside the library, or the first one there is."""
+    library = os.environ.get("MANYHEAD_LIBRARY")
+    places = [Path(os.environ["MANYHEAD_PROBE"])] if "MANYHEAD_PROBE" in os.environ else []
+    places += [Path(library).resolve().parent.parent / "bench" / "probe"] if library else []
+    places += [*sorted(HERE.parent.glob("build*/bench/probe"))]
+    for place in places:
+        if place.is_file():
+            return str(place)
+    raise SystemExit("peers.py: bench/probe is not built; build the project or set MANYHEAD_PROBE to its path")
+
+
+def start(names: list[str], threads: int) -> tuple[dict[str, Worker], dict[str, str]]:
+    """The contestants that are installed, and their versions."""
+    workers, versions = {}, {}
+    for name in names:
+        pools = 1 if name == "bare products" else threads
+        env = {key: str(pools) for key in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+        worker = Worker([sys.executable, str(HERE / "contestants.py"), name, str(threads)], env)
+        try:
+            hello = json.loads(worker.read())
+        except ChildProcessError as error:
+            hello = {"absent": str(error)}
+        if "absent" in hello:
+            worker.end()
+            print(f"without {name}: {hello['absent']}", file=sys.stderr)
+        else:
+            workers[name], versions[name] = worker, hello["versions"]
+    return workers, versions
+
+
+def disagreement(answer: dict[str, Any], expected: np.ndarray) -> str | None:
+    if answer["rows"] is None:
+        return None
+    got = np.array(answer["rows"])
+    tolerance = TOLERANCE[answer["dtype"]]
+    excess = np.abs(got - expected) - tolerance * (1 + np.abs(expected))
+    if got.shape == expected.shape and (excess <= 0).all():
+        return None
+    return f"wrong: off by {np.nanmax(np.abs(got - expected)):.2g}, {np.isnan(got).sum()} NaN"
+
+
+class Probe:
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self.worker = Worker([find_probe()], {})
+        self.isa = self.worker.ask("isa")
+
+    def measure(self, kv_bytes: int) -> dict[str, float]:
+        def ask(what: str, threads: int) -> float:
+            return float(self.worker.ask(f"{what} {threads} 0.02"))
+
+        rates = {"fma1": ask("fma", 1), "read1": ask(f"read {kv_bytes}", 1)}
+        if self.threads == 1:
+            return rates | {"fma": rates["fma1"], "read": rates["read1"]}
+        return rates | {"fma": ask("fma", self.threads), "read": ask(f"read {kv_bytes}", self.threads)}
+
+
+def measure_row(
+    w: Workload, dtype: str, workers: dict[str, Worker], probe: Probe, rounds: int, seconds: float
+) -> dict[str, Any]:
+    inputs = make_inputs(w, dtype)
+    expected = reference_rows(w, *inputs)
+    del inputs
+    notes: dict[str, str] = {}
+    times: dict[str, list[dict[str, float]]] = {}
+    for name, worker in list(workers.items()):
+        try:
+            answer = worker.call(do="prepare", row=w.name, dtype=dtype)
+        except ChildProcessError as error:
+            notes[name] = str(error)
+            del workers[name]
+            continue
+        note = answer.get("unsupported") or disagreement(answer, expected)
+        if note:
+            notes[name] = note
+        else:
+            times[name] = []
+    rates: list[dict[str, float]] = []
+    order = list(times)
+    for _ in range(rounds):
+        rates.append(probe.measure(w.kv_bytes(dtype)))
+        for name in order:
+            times[name].append(workers[name].call(do="time", seconds=seconds))
+        order = order[1:] + order[:1]
+    results = {
+        name: {
+            "seconds": min(t["min"] for t in rows),
+            "median_seconds": statistics.median(t["median"] for t in rows),
+            "value": w.value(min(t["min"] for t in rows), dtype),
+        }
+        for name, rows in times.items()
+    }
+    if "bare products" in results:  # whole products on one thread, so causal rows compute what attention skips
+        whole = 4 * w.batch * w.heads * w.q_len * w.kv_len * w.head_dim
+        results["bare products"]["value"] = whole / results["bare products"]["seconds"] / 1e9
+    row = {"name": f"{dtype}/{w.name}", "unit": w.unit, "results": results, "notes": notes}
+    row["probe"] = {key: max(rate[key] for rate in rates) for key in rates[0]}
+    return row | compare(row)
+
+
+def compare(row: dict[str, Any]) -> dict[str, Any]:
+    """Ours against the best peer and against what the machine can do, in time: above 1 is faster than the peer."""
+    results = row["results"]
+    out: dict[str, Any] = {}
+    peers = {n: r["seconds"] for n, r in results.items() if n != OURS and n not in NOT_PEERS}
+    if peers:
+        out["best_peer"] = min(peers, key=lambda n: peers[n])
+    if OURS in results:
+        if peers:
+            out["ratio"] = min(peers.values()) / results[OURS]["seconds"]
+        limit = {"GFLOP/s": row["probe"]["fma"], "GB/s": row["probe"]["read"]}.get(row["unit"])
+        if limit:
+            out["share"] = results[OURS]["value"] / limit
+    return out
+
+
+def geomean(values: list[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+class Table:
+    """Prints rows as they come, in columns or as Markdown."""
+
+    def __init__(self, names: list[str], markdown: bool) -> None:
+        self.names, self.markdown = names, markdown
+        self.heads = ["row", "unit", *names, "best peer", "ratio", "share", "FMA", "read"]
+        self.widths = [20, 7, *(max(8, len(n)) for n in names), 11, 5, 5, 5, 5]
+        self.line(self.heads)
+        if markdown:
+            print("|---|---|" + "---:|" * (len(self.heads) - 2))
+
+    def line(self, cells: list[str]) -> None:
+        if self.markdown:
+            print("| " + " | ".join(cells) + " |", flush=True)
+        else:
+            first = [c.ljust(n) for c, n in zip(cells[:2], self.widths[:2], strict=True)]
+            print("  ".join(first + [c.rjust(n) for c, n in zip(cells[2:], self.widths[2:], strict=True)]), flush=True)
+
+    def row(self, row: dict[str, Any]) -> None:
+        def value(name: str) -> str:
+            result = row["results"].get(name)
+            if result:
+                return f"{result['value']:.3g}"
+            return "WRONG" if row["notes"].get(name, "").startswith("wrong") else "-"
+
+        def number(key: str, form: str) -> str:
+            return format(row[key], form) if key in row else "-"
+
+        rates = [f"{row['probe'][key]:.3g}" for key in ("fma", "read")]
+        self.line([
+            row["name"], row["unit"], *map(value, self.names), row.get("best_peer", "-"),
+            number("ratio", ".2f"), number("share", ".0%"), *rates,
+        ])  # fmt: skip
+
+
+def cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", default="*", help="names of workloads, separated by commas; patterns with *")
+    parser.add_argument("--dtype", default="f32", help="f32, bf16, f16, or several separated by commas")
+    parser.add_argument("--only", help="contestants, separated by commas; default: all that are installed")
+    parser.add_argument("--rounds", type=int, default=6, help="alternating rounds a row (default 6)")
+    parser.add_argument("--seconds", type=float, default=0.3, help="time of a contestant in a round (default 0.3)")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: all CPUs")
+    parser.add_argument("--json", type=Path, help="write everything that was measured to this file")
+    parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
+    options = parser.parse_args()
+
+    table = read_workloads()
+    patterns = options.rows.split(",")
+    rows = [w for w in table.values() if any(fnmatch.fnmatch(w.name, p) for p in patterns)]
+    dtypes = options.dtype.split(",")
+    names = options.only.split(",") if options.only else list(CONTESTANTS)
+    for wrong in [p for p in patterns if not fnmatch.filter(table, p)] + [d for d in dtypes if d not in ITEM_SIZE]:
+        parser.error(f"there is no row or dtype '{wrong}'")
+    for wrong in set(names) - set(CONTESTANTS):
+        parser.error(f"there is no contestant '{wrong}'; there are {', '.join(CONTESTANTS)}")
+    if options.rounds < 1 or options.threads < 1:
+        parser.error("--rounds and --threads must be at least 1")
+
+    probe = Probe(options.threads)
+    workers, versions = {}, {}
+    try:
+        workers, versions = start(names, options.threads)
+        cpu = f"{cpu_name()}, {probe.isa}, {options.threads} threads"
+        print(cpu, *(f"{name}: {text}" for name, text in versions.items()), sep="\n")
+        print(
+            f"Fastest call of {options.rounds} rounds of {options.seconds:g} s. FMA (GFLOP/s), read (GB/s, as many bytes as "
+            "K and V): this machine's best in the same rounds; share: ours of it. ratio: best peer's time / ours.\n"
+        )
+        printer = Table(list(workers), options.markdown)
+        measured = []
+        for dtype in dtypes:
+            for w in rows:
+                measured.append(measure_row(w, dtype, workers, probe, options.rounds, options.seconds))
+                printer.row(measured[-1])
+    finally:
+        for worker in [probe.worker, *workers.values()]:
+            worker.end()
+
+    print()
+    for title, units in (("prefill", ["GFLOP/s"]), ("decode", ["GB/s"]), ("all", ["GFLOP/s", "GB/s", "us"])):
+        ratios = [r["ratio"] for r in measured if "ratio" in r and r["unit"] in units]
+        if ratios:
+            print(f"geometric mean of the ratio, {title}: {geomean(ratios):.2f} ({len(ratios)} rows, least {min(ratios):.2f})")
+    skipped = [
+        f"{r['name']}: {name}: {note}"
+        for r in measured
+        for name, note in r["notes"].items()
+        if name not in NOT_PEERS or note.startswith("wrong")
+    ]
+    if skipped:
+        print("not timed:", *skipped, sep="\n  ")
+    if options.json:
+        document = {"kind": "peers", "cpu": cpu, "threads": options.threads, "versions": versions, "rows": measured}
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    ours_wrong = [r for r in measured if r["notes"].get(OURS, "").startswith("wrong")]
+    return 1 if ours_wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
