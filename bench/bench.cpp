@@ -87,12 +87,18 @@ uint16_t to_f16(float x) {
 }
 
 void store(int32_t dtype, std::byte* array, int64_t i, float x) {
-  const auto put = [&](auto value) { std::memcpy(array + i * static_cast<int64_t>(sizeof value), &value, sizeof value); };
+  const auto put = [&](auto value) {
+    std::memcpy(array + i * static_cast<int64_t>(sizeof value), &value, sizeof value);
+  };
   switch (dtype) {
-    case MH_DTYPE_F64: return put(static_cast<double>(x));
-    case MH_DTYPE_BF16: return put(to_bf16(x));
-    case MH_DTYPE_F16: return put(to_f16(x));
-    default: return put(x);
+    case MH_DTYPE_F64:
+      return put(static_cast<double>(x));
+    case MH_DTYPE_BF16:
+      return put(to_bf16(x));
+    case MH_DTYPE_F16:
+      return put(to_f16(x));
+    default:
+      return put(x);
   }
 }
 
@@ -102,8 +108,10 @@ double load(int32_t dtype, const std::byte* array, int64_t i) {
     return value;
   };
   switch (dtype) {
-    case MH_DTYPE_F64: return get(double{});
-    case MH_DTYPE_BF16: return std::bit_cast<float>(static_cast<uint32_t>(get(uint16_t{})) << 16);
+    case MH_DTYPE_F64:
+      return get(double{});
+    case MH_DTYPE_BF16:
+      return std::bit_cast<float>(static_cast<uint32_t>(get(uint16_t{})) << 16);
     case MH_DTYPE_F16: {
       const uint16_t bits = get(uint16_t{});
       const double fraction = bits & 0x3ff;
@@ -111,17 +119,22 @@ double load(int32_t dtype, const std::byte* array, int64_t i) {
       const double size = exponent ? std::ldexp(1024 + fraction, exponent - 25) : std::ldexp(fraction, -24);
       return bits & 0x8000 ? -size : size;
     }
-    default: return get(float{});
+    default:
+      return get(float{});
   }
 }
 
 // Largest difference from double, absolute and relative.
 double tolerance(int32_t dtype) {
   switch (dtype) {
-    case MH_DTYPE_F64: return 1e-10;
-    case MH_DTYPE_BF16: return 1.6e-2;
-    case MH_DTYPE_F16: return 2e-3;
-    default: return 2e-5;
+    case MH_DTYPE_F64:
+      return 1e-10;
+    case MH_DTYPE_BF16:
+      return 1.6e-2;
+    case MH_DTYPE_F16:
+      return 2e-3;
+    default:
+      return 2e-5;
   }
 }
 
@@ -249,7 +262,8 @@ void run_attention(benchmark::State& state, const row& r, int threads) {
   const std::string key = r.w.name + mh_dtype_name(r.dtype) + r.isa + std::to_string(threads);
   if (checked != key) {
     const double excess = check(r.w, t);
-    if (excess > 0) return state.SkipWithError(("wrong result: beyond the tolerance by " + std::to_string(excess)).c_str());
+    if (excess > 0)
+      return state.SkipWithError(("wrong result: beyond the tolerance by " + std::to_string(excess)).c_str());
     checked = key;
   }
   measure(state, r.w, r.isa, r.dtype, threads, r.w.flops(),
@@ -272,7 +286,8 @@ void run_bare_products(benchmark::State& state, const workload& w) {
       const float* v = floats(t.v) + kv_head * w.kv_len * w.head_dim;
       float* out = floats(t.out) + head * w.q_len * w.head_dim;
       cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, rows, keys, dim, 1, q, dim, k, dim, 0, floats(scores), keys);
-      cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, rows, dim, keys, 1, floats(scores), keys, v, dim, 0, out, dim);
+      cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, rows, dim, keys, 1, floats(scores), keys, v, dim, 0, out,
+                  dim);
     }
   });
 }
@@ -328,7 +343,8 @@ int main(int argc, char** argv) {
         }
         for (int threads : thread_counts) {
           const std::string name = kernel + "/" + w.name + "/threads:" + std::to_string(threads);
-          benchmark::RegisterBenchmark(name.c_str(), [r, threads](benchmark::State& s) { run_attention(s, *r, threads); })
+          benchmark::RegisterBenchmark(name.c_str(),
+                                       [r, threads](benchmark::State& s) { run_attention(s, *r, threads); })
               ->UseRealTime()
               ->Unit(benchmark::kMicrosecond);
         }

@@ -56,7 +56,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
-    parser.add_argument("--threshold", type=float, default=0.05, help="share by which a row may be slower (default 0.05)")
+    parser.add_argument("--threshold", type=float, default=0.05, help="share by which a row may be slower")
     parser.add_argument("--filter", default="", help="only rows that match this regular expression")
     options = parser.parse_args()
     old, new = load(options.old), load(options.new)

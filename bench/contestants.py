@@ -17,9 +17,11 @@ import os
 import sys
 import time
 import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import numpy as np
 
@@ -72,8 +74,9 @@ def read_workloads() -> dict[str, Workload]:
     table = {}
     for line in Path(__file__).with_name("workloads.txt").read_text().splitlines():
         if line and not line.startswith("#"):
-            name, *numbers = line.split(None, 8)[:8]
-            table[name] = Workload(name, *map(int, numbers[:6]), causal=numbers[6] == "1")
+            name, *sizes, causal = line.split(None, 8)[:8]
+            batch, heads, kv_heads, q_len, kv_len, head_dim = map(int, sizes)
+            table[name] = Workload(name, batch, heads, kv_heads, q_len, kv_len, head_dim, causal == "1")
     return table
 
 
@@ -110,7 +113,11 @@ def sample_rows(w: Workload) -> list[tuple[int, int, int]]:
     rng = np.random.default_rng(1)
     last = (w.batch - 1, w.heads - 1, w.q_len - 1)
     rows = [(0, 0, 0), last, (0, 0, w.q_len - 1), (w.batch - 1, w.heads - 1, 0)]
-    return rows + [tuple(int(rng.integers(n + 1)) for n in last) for _ in range(12)]
+
+    def below(n: int) -> int:
+        return int(rng.integers(n + 1))
+
+    return rows + [(below(last[0]), below(last[1]), below(last[2])) for _ in range(12)]
 
 
 def reference_rows(w: Workload, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
@@ -125,12 +132,18 @@ def reference_rows(w: Workload, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> 
     return np.array(out)
 
 
-class Contestant:
+class Contestant(ABC):
     reference_dtype: str | None = None  # its own precision where it is lower than the row's
     is_attention = True
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
+
+    @abstractmethod
+    def versions(self) -> str: ...
+
+    @abstractmethod
+    def prepare(self, w: Workload, dtype: str, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Run: ...
 
     def fetch(self, result: Any) -> np.ndarray:
         return np.asarray(result, dtype=np.float32)
@@ -326,9 +339,16 @@ class OpenVino(Contestant):
 
         node = ops.scaled_dot_product_attention(params[0], widen(params[1]), widen(params[2]), causal=w.causal)
         model = ov.Model([node], params)
-        compiled = ov.Core().compile_model(model, "CPU", {
-            "PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": self.threads,
-            "INFERENCE_PRECISION_HINT": kind, "ENABLE_HYPER_THREADING": True})
+        compiled = ov.Core().compile_model(
+            model,
+            "CPU",
+            {
+                "PERFORMANCE_HINT": "LATENCY",
+                "INFERENCE_NUM_THREADS": self.threads,
+                "INFERENCE_PRECISION_HINT": kind,
+                "ENABLE_HYPER_THREADING": True,
+            },
+        )
         request = compiled.create_infer_request()
         self.inputs = (q, k, v)  # the tensors only point to this memory
         for i, x in enumerate(self.inputs):
@@ -348,9 +368,15 @@ class Ggml(Contestant):
         _fields_ = [("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool)]
 
     class Plan(ctypes.Structure):
-        _fields_ = [("work_size", ctypes.c_size_t), ("work_data", ctypes.c_void_p), ("n_threads", ctypes.c_int),
-                    ("threadpool", ctypes.c_void_p), ("abort_callback", ctypes.c_void_p),
-                    ("abort_callback_data", ctypes.c_void_p), ("use_ref", ctypes.c_bool)]
+        _fields_ = [
+            ("work_size", ctypes.c_size_t),
+            ("work_data", ctypes.c_void_p),
+            ("n_threads", ctypes.c_int),
+            ("threadpool", ctypes.c_void_p),
+            ("abort_callback", ctypes.c_void_p),
+            ("abort_callback_data", ctypes.c_void_p),
+            ("use_ref", ctypes.c_bool),
+        ]
 
     TYPES = {"f32": 0, "f16": 1, "bf16": 30}
 
@@ -387,8 +413,15 @@ class Ggml(Contestant):
     @staticmethod
     def pool_params() -> Any:
         class PoolParams(ctypes.Structure):
-            _fields_ = [("cpumask", ctypes.c_bool * 512), ("n_threads", ctypes.c_int), ("prio", ctypes.c_int),
-                        ("poll", ctypes.c_uint32), ("strict_cpu", ctypes.c_bool), ("paused", ctypes.c_bool)]
+            _fields_ = [
+                ("cpumask", ctypes.c_bool * 512),
+                ("n_threads", ctypes.c_int),
+                ("prio", ctypes.c_int),
+                ("poll", ctypes.c_uint32),
+                ("strict_cpu", ctypes.c_bool),
+                ("paused", ctypes.c_bool),
+            ]
+
         return PoolParams
 
     def versions(self) -> str:
@@ -412,8 +445,15 @@ class Ggml(Contestant):
             allowed = np.tri(w.q_len, w.kv_len, dtype=bool)
             mask = self.tensor(np.where(allowed, 0, -np.inf).astype(np.float32)[None, None], "f16")
         out = self.base.ggml_flash_attn_ext(
-            self.context, self.tensor(q, "f32"), self.tensor(k, kv_dtype), self.tensor(v, kv_dtype), mask,
-            1 / math.sqrt(w.head_dim), 0.0, 0.0)
+            self.context,
+            self.tensor(q, "f32"),
+            self.tensor(k, kv_dtype),
+            self.tensor(v, kv_dtype),
+            mask,
+            1 / math.sqrt(w.head_dim),
+            0.0,
+            0.0,
+        )
         graph = self.base.ggml_new_graph(self.context)
         self.base.ggml_build_forward_expand(graph, out)
         plan = self.cpu.ggml_graph_plan(graph, self.threads, self.pool)
@@ -435,7 +475,7 @@ class Ggml(Contestant):
     def fetch(self, result: Any) -> np.ndarray:
         size = math.prod(self.shape)
         flat = (ctypes.c_float * size).from_address(self.base.ggml_get_data(result))
-        return np.frombuffer(flat, np.float32).reshape(self.shape).transpose(0, 2, 1, 3)
+        return np.ctypeslib.as_array(flat).reshape(self.shape).transpose(0, 2, 1, 3)
 
 
 class GgmlF16(Ggml):
@@ -465,8 +505,9 @@ class BareProducts(Contestant):
             raise Unsupported("for prefill in f32 only")
         group = w.heads // w.kv_heads
         scores, out = np.empty((w.q_len, w.kv_len), np.float32), np.empty_like(q)
-        heads = [(q[b, h], k[b, h // group].T, v[b, h // group], out[b, h])
-                 for b in range(w.batch) for h in range(w.heads)]
+        heads = [
+            (q[b, h], k[b, h // group].T, v[b, h // group], out[b, h]) for b in range(w.batch) for h in range(w.heads)
+        ]
 
         def run() -> Any:
             for head_q, head_k, head_v, head_out in heads:
@@ -495,7 +536,7 @@ CONTESTANTS: dict[str, Callable[[int], Contestant]] = {
 def time_calls(run: Run, seconds: float) -> dict[str, Any]:
     """Minimum and median of the time of a call; the first call after a pause only warms up."""
     run()
-    times = []
+    times: list[float] = []
     end = time.perf_counter() + seconds
     while not times or time.perf_counter() < end:
         start = time.perf_counter()
@@ -531,7 +572,7 @@ def serve(name: str, threads: int) -> None:
                 answer(rows=rows, dtype=contestant.reference_dtype or command["dtype"])
             except Unsupported as reason:
                 answer(unsupported=str(reason))
-        else:
+        elif run:
             answer(**time_calls(run, command["seconds"]))
 
 

@@ -40,14 +40,16 @@ class Worker:
         )
 
     def read(self) -> str:
+        assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise ChildProcessError(f"{self.process.args} ended with status {self.process.wait()}")
+            raise ChildProcessError(f"the process ended with status {self.process.wait()}")
         os.kill(self.process.pid, signal.SIGSTOP)
         return line.strip()
 
     def ask(self, text: str) -> str:
         os.kill(self.process.pid, signal.SIGCONT)
+        assert self.process.stdin is not None
         self.process.stdin.write(text + "\n")
         return self.read()
 
@@ -250,14 +252,15 @@ def main() -> int:
         parser.error("--rounds and --threads must be at least 1")
 
     probe = Probe(options.threads)
-    workers, versions = {}, {}
+    workers: dict[str, Worker] = {}
     try:
         workers, versions = start(names, options.threads)
         cpu = f"{cpu_name()}, {probe.isa}, {options.threads} threads"
         print(cpu, *(f"{name}: {text}" for name, text in versions.items()), sep="\n")
         print(
-            f"Fastest call of {options.rounds} rounds of {options.seconds:g} s. FMA (GFLOP/s), read (GB/s, as many bytes as "
-            "K and V): this machine's best in the same rounds; share: ours of it. ratio: best peer's time / ours.\n"
+            f"Fastest call of {options.rounds} rounds of {options.seconds:g} s. FMA (GFLOP/s), read (GB/s, as many "
+            "bytes as K and V): this machine's best in the same rounds; share: ours of it. "
+            "ratio: best peer's time / ours.\n"
         )
         printer = Table(list(workers), options.markdown)
         measured = []
@@ -273,7 +276,10 @@ def main() -> int:
     for title, units in (("prefill", ["GFLOP/s"]), ("decode", ["GB/s"]), ("all", ["GFLOP/s", "GB/s", "us"])):
         ratios = [r["ratio"] for r in measured if "ratio" in r and r["unit"] in units]
         if ratios:
-            print(f"geometric mean of the ratio, {title}: {geomean(ratios):.2f} ({len(ratios)} rows, least {min(ratios):.2f})")
+            print(
+                f"geometric mean of the ratio, {title}: {geomean(ratios):.2f} "
+                f"({len(ratios)} rows, least {min(ratios):.2f})"
+            )
     skipped = [
         f"{r['name']}: {name}: {note}"
         for r in measured

@@ -29,8 +29,9 @@ volatile long long integer_sink;
 // enough for the two constants. AArch64 has up to 4 units and 32 registers: sixteen chains.
 #if defined(__aarch64__)
 #define MH_CHAINS(STEP) \
-  STEP(0) STEP(1) STEP(2) STEP(3) STEP(4) STEP(5) STEP(6) STEP(7) STEP(8) STEP(9) STEP(10) STEP(11) \
-  STEP(12) STEP(13) STEP(14) STEP(15)
+  STEP(0)               \
+  STEP(1)               \
+  STEP(2) STEP(3) STEP(4) STEP(5) STEP(6) STEP(7) STEP(8) STEP(9) STEP(10) STEP(11) STEP(12) STEP(13) STEP(14) STEP(15)
 constexpr int chains = 16;
 #else
 #define MH_CHAINS(STEP) \
@@ -45,29 +46,29 @@ constexpr std::size_t read_step = 8 * 64;  // bytes of one turn of the widest re
 #define MH_DECLARE(i) vec a##i = vec{} + static_cast<float>(turns + i);
 #define MH_MULTIPLY_ADD(i) a##i = a##i * x + y;
 #define MH_ADD_UP(i) total += a##i;
-#define MH_PROBE(isa, target, vector_bytes)                                          \
-  target void fma_##isa(std::int64_t turns) {                                        \
-    typedef float vec __attribute__((vector_size(vector_bytes)));                    \
-    const vec x = vec{} + 0.5f, y = vec{} + 1.0f;                                    \
-    MH_CHAINS(MH_DECLARE)                                                            \
-    for (std::int64_t turn = 0; turn < turns; ++turn) {                              \
-      MH_CHAINS(MH_MULTIPLY_ADD)                                                     \
-    }                                                                                \
-    vec total = vec{};                                                               \
-    MH_CHAINS(MH_ADD_UP)                                                             \
-    float_sink = total[0];                                                           \
-  }                                                                                  \
-  target void read_##isa(const std::byte* data, std::size_t bytes) {                 \
-    typedef long long vec __attribute__((vector_size(vector_bytes), may_alias));     \
-    const vec* from = reinterpret_cast<const vec*>(data);                            \
-    vec a = vec{}, b = vec{}, c = vec{}, d = vec{};                                  \
-    vec e = vec{}, f = vec{}, g = vec{}, h = vec{};                                  \
-    for (const vec* end = from + bytes / vector_bytes; from < end; from += 8) {      \
-      a ^= from[0], b ^= from[1], c ^= from[2], d ^= from[3];                        \
-      e ^= from[4], f ^= from[5], g ^= from[6], h ^= from[7];                        \
-    }                                                                                \
-    const vec all = a ^ b ^ c ^ d ^ e ^ f ^ g ^ h;                                   \
-    integer_sink = all[0];                                                           \
+#define MH_PROBE(isa, target, vector_bytes)                                      \
+  target void fma_##isa(std::int64_t turns) {                                    \
+    typedef float vec __attribute__((vector_size(vector_bytes)));                \
+    const vec x = vec{} + 0.5f, y = vec{} + 1.0f;                                \
+    MH_CHAINS(MH_DECLARE)                                                        \
+    for (std::int64_t turn = 0; turn < turns; ++turn) {                          \
+      MH_CHAINS(MH_MULTIPLY_ADD)                                                 \
+    }                                                                            \
+    vec total = vec{};                                                           \
+    MH_CHAINS(MH_ADD_UP)                                                         \
+    float_sink = total[0];                                                       \
+  }                                                                              \
+  target void read_##isa(const std::byte* data, std::size_t bytes) {             \
+    typedef long long vec __attribute__((vector_size(vector_bytes), may_alias)); \
+    const vec* from = reinterpret_cast<const vec*>(data);                        \
+    vec a = vec{}, b = vec{}, c = vec{}, d = vec{};                              \
+    vec e = vec{}, f = vec{}, g = vec{}, h = vec{};                              \
+    for (const vec* end = from + bytes / vector_bytes; from < end; from += 8) {  \
+      a ^= from[0], b ^= from[1], c ^= from[2], d ^= from[3];                    \
+      e ^= from[4], f ^= from[5], g ^= from[6], h ^= from[7];                    \
+    }                                                                            \
+    const vec all = a ^ b ^ c ^ d ^ e ^ f ^ g ^ h;                               \
+    integer_sink = all[0];                                                       \
   }
 
 #if defined(__x86_64__)

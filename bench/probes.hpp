@@ -10,8 +10,9 @@ namespace probes {
 // The widest instruction set that the probes know and this CPU has; names as in mh_isa_name.
 std::string_view best_isa();
 
-// f32 FLOP/s of a loop of independent multiply-adds on that many threads, measured for `seconds`. A name that the probes
-// do not know or the CPU lacks gives 0. "sse2" has no fused multiply-add: there it is a multiplication and an addition.
+// f32 FLOP/s of a loop of independent multiply-adds on that many threads, measured for `seconds`. A name that the
+// probes do not know or the CPU lacks gives 0. "sse2" has no fused multiply-add: there it is a multiplication and an
+// addition.
 double fma_rate(std::string_view isa, int threads, double seconds);
 
 // Bytes/s of reading a buffer of that size over and over, a part of it on each thread, measured for `seconds`.

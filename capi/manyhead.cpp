@@ -147,12 +147,18 @@ extern "C" {
 
 const char* mh_status_name(int32_t status) {
   switch (status) {
-    case MH_OK: return "MH_OK";
-    case MH_INVALID_ARGUMENT: return "MH_INVALID_ARGUMENT";
-    case MH_UNSUPPORTED: return "MH_UNSUPPORTED";
-    case MH_OUT_OF_MEMORY: return "MH_OUT_OF_MEMORY";
-    case MH_INTERNAL_ERROR: return "MH_INTERNAL_ERROR";
-    default: return "unknown";
+    case MH_OK:
+      return "MH_OK";
+    case MH_INVALID_ARGUMENT:
+      return "MH_INVALID_ARGUMENT";
+    case MH_UNSUPPORTED:
+      return "MH_UNSUPPORTED";
+    case MH_OUT_OF_MEMORY:
+      return "MH_OUT_OF_MEMORY";
+    case MH_INTERNAL_ERROR:
+      return "MH_INTERNAL_ERROR";
+    default:
+      return "unknown";
   }
 }
 

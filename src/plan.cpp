@@ -1,11 +1,14 @@
 // See plan.hpp. The choices, and why:
 //
-// block_kv   Keys of a tile. The score panel (widest panel x block_kv) should stay in L1 with the Q panel: 96 keys x 48 rows x 4 bytes = 18 KB
-//            beside 48 x 64 x 4 = 12 KB. A function of (dtype, head_dim, ISA) alone, never of the machine's caches or of lengths: tile borders
-//            lie at its multiples, and the same borders mean the same bits.
-// block_q    Rows of a task. Each tile of K and V is read (or converted) once per task, so more rows mean less traffic; fewer mean more
+// block_kv   Keys of a tile. The score panel (widest panel x block_kv) should stay in L1 with the Q panel: 96 keys x 48
+// rows x 4 bytes = 18 KB
+//            beside 48 x 64 x 4 = 12 KB. A function of (dtype, head_dim, ISA) alone, never of the machine's caches or
+//            of lengths: tile borders lie at its multiples, and the same borders mean the same bits.
+// block_q    Rows of a task. Each tile of K and V is read (or converted) once per task, so more rows mean less traffic;
+// fewer mean more
 //            tasks. Rows do not influence each other, so this may depend on anything but the thread count.
-// chunks     Splits along the keys, for problems with too few rows to keep many cores busy. Fixed size, fixed order of merging.
+// chunks     Splits along the keys, for problems with too few rows to keep many cores busy. Fixed size, fixed order of
+// merging.
 #include "plan.hpp"
 
 #include <algorithm>
@@ -29,7 +32,8 @@ int64_t choose_block_kv(int64_t head_dim, bool f64) {
   return keys;
 }
 
-// Whether kernels read K and V in place: elements of the arithmetic type next to each other, and for the decode route whole vectors.
+// Whether kernels read K and V in place: elements of the arithmetic type next to each other, and for the decode route
+// whole vectors.
 bool needs_copy(const problem& p, route kernel, int64_t lanes) {
   if (p.dtype == MH_DTYPE_BF16 || p.dtype == MH_DTYPE_F16) return true;
   if ((p.k_strides[3] != 1 && p.head_dim > 1) || (p.v_strides[3] != 1 && p.v_dim > 1)) return true;
@@ -110,7 +114,8 @@ kernel_call make_call(const plan& plan) {
   std::copy_n(p.scores_strides, 4, c.scores_strides);
   c.alibi_batch_stride = p.alibi_batch_stride;
   const double log2e = 1.4426950408889634074;
-  const bool natural = p.softcap > 0 || p.has_input(MH_INPUT_ALIBI) || p.has_input(MH_INPUT_BIAS) || p.has_output(MH_OUTPUT_SCORES);
+  const bool natural =
+      p.softcap > 0 || p.has_input(MH_INPUT_ALIBI) || p.has_input(MH_INPUT_BIAS) || p.has_output(MH_OUTPUT_SCORES);
   c.q_scale = natural ? p.scale : p.scale * log2e;
   c.exp_scale = natural ? log2e : 1.0;
   c.softcap = p.softcap;
@@ -146,7 +151,8 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes) {
   plan.kernel = rows <= table.decode_rows[f64] ? route_decode : route_tile;
   plan.block_kv = choose_block_kv(p.head_dim, f64);
   plan.copy_kv = needs_copy(p, plan.kernel, lanes);
-  plan.second_pass = (p.outputs & (MH_OUTPUT_WEIGHTS | MH_OUTPUT_MEAN_WEIGHTS | MH_OUTPUT_COLUMN_SUMS | MH_OUTPUT_SCORES)) != 0;
+  plan.second_pass =
+      (p.outputs & (MH_OUTPUT_WEIGHTS | MH_OUTPUT_MEAN_WEIGHTS | MH_OUTPUT_COLUMN_SUMS | MH_OUTPUT_SCORES)) != 0;
 
   if (plan.kernel == route_decode) {
     plan.block_q = std::max<int64_t>(rows, 1);
@@ -167,7 +173,8 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes) {
   const double heads = static_cast<double>(p.batch * p.heads);
   plan.flops = 2.0 * static_cast<double>(p.head_dim + p.v_dim) * heads * attended_pairs(p);
   plan.bytes = static_cast<double>(dtype_bytes(p.dtype)) * static_cast<double>(p.head_dim + p.v_dim) *
-               (heads * static_cast<double>(p.q_len) + static_cast<double>(p.batch * p.kv_heads) * static_cast<double>(p.kv_len));
+               (heads * static_cast<double>(p.q_len) +
+                static_cast<double>(p.batch * p.kv_heads) * static_cast<double>(p.kv_len));
   plan.tiles_skipped = share_skipped(p, plan.block_q, plan.block_kv);
 
   const kernel_call c = make_call(plan);
@@ -176,7 +183,8 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes) {
   plan.partial_out_bytes = plan.chunks > 1 ? round_up(plan.chunks * all_rows * p.v_dim * real, 64) : 0;
   plan.partial_lse_bytes = plan.chunks > 1 ? round_up(plan.chunks * all_rows * real, 64) : 0;
   plan.row_lse_bytes = plan.second_pass ? round_up(all_rows * real, 64) : 0;
-  plan.column_bytes = p.has_output(MH_OUTPUT_COLUMN_SUMS) ? round_up(p.batch * p.heads * plan.row_blocks * p.kv_len * real, 64) : 0;
+  plan.column_bytes =
+      p.has_output(MH_OUTPUT_COLUMN_SUMS) ? round_up(p.batch * p.heads * plan.row_blocks * p.kv_len * real, 64) : 0;
   plan.shared_bytes = plan.partial_out_bytes + plan.partial_lse_bytes + plan.row_lse_bytes + plan.column_bytes;
   return plan;
 }
@@ -187,17 +195,22 @@ std::string describe(const plan& plan, bool json) {
   char text[2048];
   const problem& p = plan.p;
   const char* format =
-      json ? R"({"problem": "%s", "kernel": "attention/%s/%s@%s", "isa": "%s", "dtype": "%s", "block_q": %lld, "block_kv": %lld, )"
-             R"("row_blocks": %lld, "chunks": %lld, "chunk_keys": %lld, "tasks": %lld, "copies_kv": %s, "second_pass": %s, )"
-             R"("scratch_bytes_per_thread": %lld, "shared_bytes": %lld, "flops": %.17g, "bytes": %.17g, "tiles_skipped": %.6f})"
-           : "%s: attention/%s/%s@%s (%s, %s), block_q %lld, block_kv %lld, row_blocks %lld, chunks %lld of %lld keys, tasks %lld, "
-             "copies_kv %s, second_pass %s, workspace %lld per thread + %lld, %.4g flops, %.4g bytes, tiles skipped %.3f";
-  std::snprintf(text, sizeof text, format, to_text(p).text, dtype_names[p.dtype], route_names[plan.kernel], plan.table->isa, plan.table->isa,
-                dtype_names[p.dtype], static_cast<long long>(plan.block_q), static_cast<long long>(plan.block_kv),
-                static_cast<long long>(plan.row_blocks), static_cast<long long>(plan.chunks), static_cast<long long>(plan.chunk_keys),
+      json
+          ? R"({"problem": "%s", "kernel": "attention/%s/%s@%s", "isa": "%s", "dtype": "%s", "block_q": %lld, "block_kv": %lld, )"
+            R"("row_blocks": %lld, "chunks": %lld, "chunk_keys": %lld, "tasks": %lld, "copies_kv": %s, "second_pass": %s, )"
+            R"("scratch_bytes_per_thread": %lld, "shared_bytes": %lld, "flops": %.17g, "bytes": %.17g, "tiles_skipped": %.6f})"
+          : "%s: attention/%s/%s@%s (%s, %s), block_q %lld, block_kv %lld, row_blocks %lld, chunks %lld of %lld keys, "
+            "tasks %lld, "
+            "copies_kv %s, second_pass %s, workspace %lld per thread + %lld, %.4g flops, %.4g bytes, tiles skipped "
+            "%.3f";
+  std::snprintf(text, sizeof text, format, to_text(p).text, dtype_names[p.dtype], route_names[plan.kernel],
+                plan.table->isa, plan.table->isa, dtype_names[p.dtype], static_cast<long long>(plan.block_q),
+                static_cast<long long>(plan.block_kv), static_cast<long long>(plan.row_blocks),
+                static_cast<long long>(plan.chunks), static_cast<long long>(plan.chunk_keys),
                 static_cast<long long>(plan.tasks), plan.copy_kv ? (json ? "true" : "yes") : (json ? "false" : "no"),
-                plan.second_pass ? (json ? "true" : "yes") : (json ? "false" : "no"), static_cast<long long>(plan.scratch_bytes),
-                static_cast<long long>(plan.shared_bytes), plan.flops, plan.bytes, plan.tiles_skipped);
+                plan.second_pass ? (json ? "true" : "yes") : (json ? "false" : "no"),
+                static_cast<long long>(plan.scratch_bytes), static_cast<long long>(plan.shared_bytes), plan.flops,
+                plan.bytes, plan.tiles_skipped);
   return text;
 }
 

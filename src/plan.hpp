@@ -1,5 +1,6 @@
 // The decision how to compute a problem: a pure function of (problem, ISA table, cache sizes). Printable, and testable
-// without running. Nothing in it depends on the number of threads or on neighbours in the batch, which is why results do not either.
+// without running. Nothing in it depends on the number of threads or on neighbours in the batch, which is why results
+// do not either.
 #pragma once
 
 #include <string>
@@ -13,19 +14,19 @@ struct plan {
   problem p;
   const kernel_table* table;
   route kernel;
-  int64_t block_q;    // rows of a task (see kernel_api.hpp for rows)
+  int64_t block_q;     // rows of a task (see kernel_api.hpp for rows)
   int64_t row_blocks;  // tasks along the rows
-  int64_t block_kv;   // keys of a tile
+  int64_t block_kv;    // keys of a tile
   int64_t chunk_keys;  // keys of a split
   int64_t chunks;      // splits; 1 = none
   bool copy_kv;        // tiles of K and V are copied (converted, made contiguous) before use
   bool second_pass;    // weights, mean weights, scores or column sums are written after out
   int64_t tasks;       // of the first pass
-  double flops;        // of the attended pairs, 2 (head_dim + v_dim) each; lengths in memory are not known yet: as if full
-  double bytes;        // of q, k, v, out, each read or written once
-  double tiles_skipped;  // share of (row block, key tile) pairs that positions rule out
-  int64_t scratch_bytes;  // of one thread
-  int64_t shared_bytes;   // of all threads together, the sum of:
+  double flops;  // of the attended pairs, 2 (head_dim + v_dim) each; lengths in memory are not known yet: as if full
+  double bytes;  // of q, k, v, out, each read or written once
+  double tiles_skipped;                          // share of (row block, key tile) pairs that positions rule out
+  int64_t scratch_bytes;                         // of one thread
+  int64_t shared_bytes;                          // of all threads together, the sum of:
   int64_t partial_out_bytes, partial_lse_bytes;  // split-KV
   int64_t row_lse_bytes;                         // the lse of a second pass
   int64_t column_bytes;                          // column sums of each row block

@@ -1,13 +1,13 @@
-// What to compute, as plain data. A `problem` is an mh_problem whose defaults are filled in and whose every field has been
-// checked; nothing below validate() and check_tensors() looks at an argument again.
+// What to compute, as plain data. A `problem` is an mh_problem whose defaults are filled in and whose every field has
+// been checked; nothing below validate() and check_tensors() looks at an argument again.
 #pragma once
 
 #include "manyhead/manyhead.h"
 
 namespace manyhead {
 
-// All strides explicit, kv_heads and v_dim set, scale resolved, align never MH_ALIGN_UNSET, window bounds -1 where there is no
-// window, flags only those that still say something.
+// All strides explicit, kv_heads and v_dim set, scale resolved, align never MH_ALIGN_UNSET, window bounds -1 where
+// there is no window, flags only those that still say something.
 struct problem : mh_problem {
   // The last extra_keys of the kv_len keys are attended by every row, whatever masks, lengths and positions say; masks,
   // biases and seqused_k describe the others. Used by the multi-head layer's bias_k and add_zero_attn; 0 for C callers.
@@ -19,13 +19,14 @@ struct problem : mh_problem {
   int64_t group() const noexcept { return heads / kv_heads; }  // query heads that share a kv head
 };
 
-// The only checks of a problem: struct_size, enums, flag bits, ranges, divisibility, overflow of every shape and of shape x
-// stride x element size, outputs that overlap themselves. Throws manyhead::error naming the field. extra_keys as above.
+// The only checks of a problem: struct_size, enums, flag bits, ranges, divisibility, overflow of every shape and of
+// shape x stride x element size, outputs that overlap themselves. Throws manyhead::error naming the field. extra_keys
+// as above.
 problem validate(const mh_problem& user, int64_t extra_keys = 0);
 
-// The only checks of a call's pointers: present exactly where the problem names them, aligned to their element (outputs, q, k, v and
-// index arrays), contents of seqused_k (0..kv_len), q_offset (|.| < 2^62), no output overlapping an input or another
-// output. Returns the tensors with a struct_size of this build (missing tail fields NULL).
+// The only checks of a call's pointers: present exactly where the problem names them, aligned to their element
+// (outputs, q, k, v and index arrays), contents of seqused_k (0..kv_len), q_offset (|.| < 2^62), no output overlapping
+// an input or another output. Returns the tensors with a struct_size of this build (missing tail fields NULL).
 mh_tensors check_tensors(const problem& p, const mh_tensors& user);
 
 // The caller's workspace, where there is one, overlaps none of the tensors, which have passed check_tensors.

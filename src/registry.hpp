@@ -5,11 +5,12 @@
 
 namespace manyhead {
 
-int32_t isa_count() noexcept;                          // shipped ISAs, best first
-const kernel_table* isa_table(int32_t isa) noexcept;   // nullptr when out of range
+int32_t isa_count() noexcept;                         // shipped ISAs, best first
+const kernel_table* isa_table(int32_t isa) noexcept;  // nullptr when out of range
 bool isa_supported(int32_t isa) noexcept;
 
-// The table that new plans use: the forced one (set_isa, MH_ISA), else the best supported. Throws where MH_ISA names none.
+// The table that new plans use: the forced one (set_isa, MH_ISA), else the best supported. Throws where MH_ISA names
+// none.
 const kernel_table& current_isa();
 void set_isa(const char* name);  // throws manyhead::error; nullptr or "" = automatic
 

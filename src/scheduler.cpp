@@ -1,6 +1,7 @@
-// See scheduler.hpp. A phase (first pass, merge, second pass, column sums) is a list of items that write disjoint memory. It is given to
-// `threads` workers, each with a scratch slot of its own, which take the next item from a counter until none is left: whoever is late
-// finds the work done. What an item computes does not depend on who runs it, so neither do the bits.
+// See scheduler.hpp. A phase (first pass, merge, second pass, column sums) is a list of items that write disjoint
+// memory. It is given to `threads` workers, each with a scratch slot of its own, which take the next item from a
+// counter until none is left: whoever is late finds the work done. What an item computes does not depend on who runs
+// it, so neither do the bits.
 #include "scheduler.hpp"
 
 #include <algorithm>
@@ -22,8 +23,8 @@ namespace {
 
 int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
-// Kernels run in the default floating-point state (round to nearest, denormals kept, no traps) whatever the host's is, and leave it as it
-// was, sticky flags included: so results do not depend on which of the host's threads ran what.
+// Kernels run in the default floating-point state (round to nearest, denormals kept, no traps) whatever the host's is,
+// and leave it as it was, sticky flags included: so results do not depend on which of the host's threads ran what.
 class default_fp_state {
  public:
 #if defined(__x86_64__)
@@ -82,14 +83,15 @@ class thread_workspace {
   bool busy_ = false;
 };
 
-// The memory of one run: the caller's, this thread's, or, where that is in use (a host's pool may run another call inside ours) or the
-// need is large, its own.
+// The memory of one run: the caller's, this thread's, or, where that is in use (a host's pool may run another call
+// inside ours) or the need is large, its own.
 class workspace {
  public:
   workspace(int64_t bytes, const mh_exec& exec) {
     if (exec.workspace != nullptr) {
       if (exec.workspace_size < static_cast<size_t>(bytes)) {
-        throw error(MH_INVALID_ARGUMENT, "workspace_size is " + std::to_string(exec.workspace_size) + ", must be at least " + std::to_string(bytes));
+        throw error(MH_INVALID_ARGUMENT, "workspace_size is " + std::to_string(exec.workspace_size) +
+                                             ", must be at least " + std::to_string(bytes));
       }
       base_ = static_cast<char*>(exec.workspace);
       return;
@@ -130,7 +132,8 @@ void spread(int64_t n, const mh_exec& exec, mh_task_fn fn, void* arg) {
   if (n == 1) return fn(arg, 0);
   if (exec.parallel_for != nullptr) return exec.parallel_for(exec.parallel_ctx, n, fn, arg);
 #if MH_WITH_TBB
-  // Isolated: while this thread waits it must not pick up some other task of the host, which may hold or want its locks.
+  // Isolated: while this thread waits it must not pick up some other task of the host, which may hold or want its
+  // locks.
   tbb::this_task_arena::isolate(
       [&] { tbb::parallel_for(int64_t{0}, n, [=](int64_t i) { fn(arg, i); }, tbb::simple_partitioner()); });
 #else
@@ -157,17 +160,18 @@ void for_each(int64_t items, int64_t threads, const mh_exec& exec, const Item& i
     std::atomic<int64_t> next;
   } state{&item, items, 0};
   if (items <= 0) return;
-  spread(std::min(items, threads), exec,
-         [](void* arg, int64_t worker) {
-           const default_fp_state fp;
-           auto* s = static_cast<shared*>(arg);
-           for (int64_t i = s->next.fetch_add(1); i < s->items; i = s->next.fetch_add(1)) (*s->item)(worker, i);
-         },
-         &state);
+  spread(
+      std::min(items, threads), exec,
+      [](void* arg, int64_t worker) {
+        const default_fp_state fp;
+        auto* s = static_cast<shared*>(arg);
+        for (int64_t i = s->next.fetch_add(1); i < s->items; i = s->next.fetch_add(1)) (*s->item)(worker, i);
+      },
+      &state);
 }
 
-// Waking a second thread costs 3 to 100 microseconds. Below this many microseconds of work (at rates that any core of the last ten years
-// reaches: 40 GFLOP/s, 10 GB/s) one thread is sooner done.
+// Waking a second thread costs 3 to 100 microseconds. Below this many microseconds of work (at rates that any core of
+// the last ten years reaches: 40 GFLOP/s, 10 GB/s) one thread is sooner done.
 constexpr double serial_below_us = 30;
 bool is_short(const plan& plan) { return plan.flops / 40e3 + plan.bytes / 10e3 < serial_below_us; }
 
@@ -250,7 +254,8 @@ void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec) {
   kernel_call c = make_call(plan);
   set_tensors(c, tensors);
 
-  const int64_t threads = is_short(plan) ? 1 : std::min<int64_t>(thread_count(plan, exec.threads), usable_threads(exec));
+  const int64_t threads =
+      is_short(plan) ? 1 : std::min<int64_t>(thread_count(plan, exec.threads), usable_threads(exec));
   workspace memory(workspace_bytes(plan, exec.threads), exec);
   c.partial_out = plan.partial_out_bytes > 0 ? memory.take(plan.partial_out_bytes) : nullptr;
   c.partial_lse = plan.partial_lse_bytes > 0 ? memory.take(plan.partial_lse_bytes) : nullptr;
@@ -265,8 +270,8 @@ void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec) {
     t.row_end = std::min(t.row_begin + plan.block_q, c.rows);
   };
 
-  // Tasks of one kv head are neighbours, so that K and V stay in cache; among them the last row block, under a causal mask the
-  // longest, comes first.
+  // Tasks of one kv head are neighbours, so that K and V stay in cache; among them the last row block, under a causal
+  // mask the longest, comes first.
   for_each(plan.tasks, threads, exec, [&](int64_t worker, int64_t i) {
     kernel_task t{};
     t.scratch = slots + worker * slot_bytes;

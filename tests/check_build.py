@@ -1,8 +1,8 @@
 """Rules about the build that no compiler checks. Run by `meson test --suite build`; each prints what is wrong.
 
 symbols LIBRARY LIST    the shared library exports exactly the names in LIST
-objects ARCHIVE...      an archive of one ISA has one global symbol, nothing the linker could share with code for another
-                        CPU, and nothing that runs before main
+objects ARCHIVE...      an archive of one ISA has one global symbol, nothing the linker could share with code for
+                        another CPU, and nothing that runs before main
 layers ROOT             who may include what (src/README.md), and READMEs name only files that exist
 """
 

@@ -1,5 +1,5 @@
-// What the portable core decides and how it runs plans: decisions without running, same bits whatever the threads, neighbours and
-// hosts, workspaces, the caller's floating-point state. Results themselves are kernel_test's business.
+// What the portable core decides and how it runs plans: decisions without running, same bits whatever the threads,
+// neighbours and hosts, workspaces, the caller's floating-point state. Results themselves are kernel_test's business.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
@@ -22,8 +22,9 @@
 #include "scheduler.hpp"
 #include "test_case.hpp"
 
-// --- counting allocations ----------------------------------------------------------------------------------------------
-// The C library's functions are replaced, so that nothing escapes; sanitizers replace them themselves, then nothing is counted.
+// --- counting allocations
+// ---------------------------------------------------------------------------------------------- The C library's
+// functions are replaced, so that nothing escapes; sanitizers replace them themselves, then nothing is counted.
 #if defined(__GLIBC__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 #define MH_COUNTS_ALLOCATIONS 1
 static std::atomic<int64_t> allocations{0};
@@ -95,41 +96,49 @@ const char* const busy_lines[] = {
     "f16 b1 h8/1 q1 kv3000 d128 lse",
 };
 
-// --- lines of text -------------------------------------------------------------------------------------------------------
+// --- lines of text
+// -------------------------------------------------------------------------------------------------------
 
 TEST_CASE("a line that is not understood is refused") {
   CHECK_THROWS_AS(parse_problem(""), std::invalid_argument);
   CHECK_THROWS_AS(parse_problem("f33 b1 h1 q1 kv1 d1"), std::invalid_argument);
   CHECK_THROWS_AS(parse_problem("f32 b1 h1 q1 d1"), std::invalid_argument);
-  for (const char* word : {"casual", "v", "window=1", "window=1,x", "align=left", "align=off:", "scores=all", "softcap=", "data=odd", "bias=f8", "d1x", "strides=", "bcast=x"}) {
+  for (const char* word : {"casual", "v", "window=1", "window=1,x", "align=left", "align=off:", "scores=all",
+                           "softcap=", "data=odd", "bias=f8", "d1x", "strides=", "bcast=x"}) {
     INFO(std::string(word));
     CHECK_THROWS_AS(parse_problem(std::string("f32 b1 h1 q1 kv1 d1 ") + word), std::invalid_argument);
   }
-  const problem_line line = parse_problem("bf16 b2 h8/2 q3 kv40 d16 v24 causal align=off:-5 window=7,-1 softcap=0.5 scale=-2e-3 bias=f16 lse2 bshd");
+  const problem_line line = parse_problem(
+      "bf16 b2 h8/2 q3 kv40 d16 v24 causal align=off:-5 window=7,-1 softcap=0.5 scale=-2e-3 bias=f16 lse2 bshd");
   const mh_problem& p = line.problem;
   CHECK(p.dtype == MH_DTYPE_BF16);
-  CHECK((p.batch == 2 && p.heads == 8 && p.kv_heads == 2 && p.q_len == 3 && p.kv_len == 40 && p.head_dim == 16 && p.v_dim == 24));
-  CHECK((p.causal == 1 && p.align == MH_ALIGN_OFFSET && p.q_offset == -5 && p.window_left == 7 && p.window_right == -1));
+  CHECK((p.batch == 2 && p.heads == 8 && p.kv_heads == 2 && p.q_len == 3 && p.kv_len == 40 && p.head_dim == 16 &&
+         p.v_dim == 24));
+  CHECK(
+      (p.causal == 1 && p.align == MH_ALIGN_OFFSET && p.q_offset == -5 && p.window_left == 7 && p.window_right == -1));
   CHECK((p.flags == (MH_FLAG_WINDOW | MH_FLAG_SCALE) && p.softcap == 0.5 && p.scale == -2e-3));
-  CHECK((p.inputs == MH_INPUT_BIAS && p.bias_dtype == MH_DTYPE_F16 && p.outputs == MH_OUTPUT_LSE && p.lse_base == MH_LSE_BASE2));
+  CHECK((p.inputs == MH_INPUT_BIAS && p.bias_dtype == MH_DTYPE_F16 && p.outputs == MH_OUTPUT_LSE &&
+         p.lse_base == MH_LSE_BASE2));
   CHECK((p.k_strides[0] == 40 * 2 * 16 && p.k_strides[1] == 16 && p.k_strides[2] == 2 * 16 && p.k_strides[3] == 1));
 }
 
 // Everything that the one-line syntax can say.
 void check_same(const problem& a, const problem& b, bool strides) {
   CHECK(a.extra_keys == b.extra_keys);
-  for (const auto field : {&mh_problem::batch, &mh_problem::heads, &mh_problem::kv_heads, &mh_problem::q_len, &mh_problem::kv_len,
-                           &mh_problem::head_dim, &mh_problem::v_dim, &mh_problem::q_offset, &mh_problem::window_left, &mh_problem::window_right})
+  for (const auto field : {&mh_problem::batch, &mh_problem::heads, &mh_problem::kv_heads, &mh_problem::q_len,
+                           &mh_problem::kv_len, &mh_problem::head_dim, &mh_problem::v_dim, &mh_problem::q_offset,
+                           &mh_problem::window_left, &mh_problem::window_right})
     CHECK(a.*field == b.*field);
-  for (const auto field : {&mh_problem::dtype, &mh_problem::causal, &mh_problem::align, &mh_problem::alibi_mode, &mh_problem::lse_base,
-                           &mh_problem::scores_stage, &mh_problem::index_type})
+  for (const auto field : {&mh_problem::dtype, &mh_problem::causal, &mh_problem::align, &mh_problem::alibi_mode,
+                           &mh_problem::lse_base, &mh_problem::scores_stage, &mh_problem::index_type})
     CHECK(a.*field == b.*field);
   for (const auto field : {&mh_problem::flags, &mh_problem::inputs, &mh_problem::outputs}) CHECK(a.*field == b.*field);
   if (a.has_input(MH_INPUT_BIAS)) CHECK(a.bias_dtype == b.bias_dtype);
   CHECK(a.scale == b.scale);
   CHECK(a.softcap == b.softcap);
   if (!strides) return;
-  for (const auto field : {&mh_problem::q_strides, &mh_problem::k_strides, &mh_problem::v_strides, &mh_problem::out_strides})
+  for (const auto field :
+       {&mh_problem::q_strides, &mh_problem::k_strides, &mh_problem::v_strides, &mh_problem::out_strides})
     CHECK(std::memcmp(a.*field, b.*field, sizeof(a.*field)) == 0);
 }
 
@@ -147,7 +156,9 @@ TEST_CASE("a plan's line is the problem it was made from") {
 
 // A JSON value at `at`; moves past it. Strings without escapes are enough here.
 bool skip_json(const std::string& text, size_t& at) {
-  const auto spaces = [&] { while (at < text.size() && std::isspace(static_cast<unsigned char>(text[at]))) ++at; };
+  const auto spaces = [&] {
+    while (at < text.size() && std::isspace(static_cast<unsigned char>(text[at]))) ++at;
+  };
   const auto take = [&](char c) { return spaces(), at < text.size() && text[at] == c && ++at; };
   const auto string = [&] {
     if (!take('"')) return false;
@@ -181,12 +192,14 @@ TEST_CASE("a plan's JSON is JSON") {
     size_t at = 0;
     CHECK((skip_json(text, at) && at == text.size()));
     CHECK((text.find("inf,") == text.npos && text.find("nan") == text.npos));
-    for (const char* key : {"\"kernel\"", "\"isa\"", "\"block_q\"", "\"block_kv\"", "\"chunks\"", "\"tasks\"", "\"flops\"", "\"bytes\"", "\"tiles_skipped\""})
+    for (const char* key : {"\"kernel\"", "\"isa\"", "\"block_q\"", "\"block_kv\"", "\"chunks\"", "\"tasks\"",
+                            "\"flops\"", "\"bytes\"", "\"tiles_skipped\""})
       CHECK(text.find(key) != text.npos);
   }
 }
 
-// --- decisions -----------------------------------------------------------------------------------------------------------
+// --- decisions
+// -----------------------------------------------------------------------------------------------------------
 
 TEST_CASE("a plan covers its problem") {
   for (const problem_line& line : read_problems(MH_PROBLEMS_FILE)) {
@@ -214,7 +227,8 @@ TEST_CASE("borders along the keys depend on dtype, dims and ISA alone") {
     for (const char* dtype : {"f32", "f64", "bf16", "f16"}) {
       for (const char* dims : {" d16", " d64", " d128", " d160 v128", " d576 v512"}) {
         const plan first = make_plan(problem_of(dtype + std::string(" b1 h1 q1 kv10000") + dims), *table, l2);
-        for (const char* shape : {" b1 h1 q64 kv10000", " b7 h8/2 q3 kv9000", " b1 h1 q1 kv40", " b2 h4 q300 kv500", " b1 h4/1 q30 kv70000"}) {
+        for (const char* shape : {" b1 h1 q64 kv10000", " b7 h8/2 q3 kv9000", " b1 h1 q1 kv40", " b2 h4 q300 kv500",
+                                  " b1 h4/1 q30 kv70000"}) {
           for (const int64_t cache : {int64_t{1} << 15, l2, int64_t{1} << 25}) {
             const plan other = make_plan(problem_of(dtype + std::string(shape) + dims), *table, cache);
             CAPTURE(describe(other, false));
@@ -237,20 +251,24 @@ TEST_CASE("short queries against long keys are split") {
 }
 
 TEST_CASE("K and V are copied only where kernels cannot read them in place") {
-  for (const char* line : {"f32 b1 h2 q100 kv100 d64", "f32 b1 h2 q100 kv100 d64 bshd", "f64 b1 h2 q100 kv100 d24 strides=packed",
-                           "f32 b1 h2 q100 kv100 d33 strides=odd", "f32 b1 h2 q100 kv100 d64 strides=negative", "f32 b1 h1 q1 kv100 d64"})
+  for (const char* line :
+       {"f32 b1 h2 q100 kv100 d64", "f32 b1 h2 q100 kv100 d64 bshd", "f64 b1 h2 q100 kv100 d24 strides=packed",
+        "f32 b1 h2 q100 kv100 d33 strides=odd", "f32 b1 h2 q100 kv100 d64 strides=negative", "f32 b1 h1 q1 kv100 d64"})
     CHECK_MESSAGE(!plan_of(line).copy_kv, line);
-  for (const char* line : {"bf16 b1 h2 q100 kv100 d64", "f16 b1 h2 q1 kv100 d64", "f32 b1 h2 q100 kv100 d64 strides=lastdim",
-                           "f32 b1 h2 q100 kv100 d64 strides=transposed", "f64 b1 h2 q100 kv100 d64 strides=reversed", "f32 b1 h2 q100 kv100 d64 strides=zero"})
+  for (const char* line : {"bf16 b1 h2 q100 kv100 d64", "f16 b1 h2 q1 kv100 d64",
+                           "f32 b1 h2 q100 kv100 d64 strides=lastdim", "f32 b1 h2 q100 kv100 d64 strides=transposed",
+                           "f64 b1 h2 q100 kv100 d64 strides=reversed", "f32 b1 h2 q100 kv100 d64 strides=zero"})
     CHECK_MESSAGE(plan_of(line).copy_kv, line);
 }
 
 TEST_CASE("skipped tiles and attended pairs are counted right") {
   const mh_tensors none{};
-  for (const char* text : {"f32 b1 h1 q700 kv700 d64", "f32 b1 h1 q700 kv700 d64 causal", "f32 b2 h4/2 q300 kv900 d64 causal align=br",
-                           "f32 b2 h4/2 q300 kv900 d64 causal align=tl", "f32 b1 h2 q900 kv300 d64 causal align=br", "f32 b1 h1 q800 kv800 d64 window=50,10",
-                           "f32 b1 h3/1 q500 kv800 d64 window=70,-1 align=off:-100", "f32 b1 h1 q500 kv800 d64 causal align=off:5000",
-                           "f32 b1 h1 q500 kv800 d64 causal align=off:-5000", "f32 b1 h1 q400 kv402 d64 extra=2 causal align=tl", "f64 b1 h1 q300 kv300 d8 causal window=99,0"}) {
+  for (const char* text :
+       {"f32 b1 h1 q700 kv700 d64", "f32 b1 h1 q700 kv700 d64 causal", "f32 b2 h4/2 q300 kv900 d64 causal align=br",
+        "f32 b2 h4/2 q300 kv900 d64 causal align=tl", "f32 b1 h2 q900 kv300 d64 causal align=br",
+        "f32 b1 h1 q800 kv800 d64 window=50,10", "f32 b1 h3/1 q500 kv800 d64 window=70,-1 align=off:-100",
+        "f32 b1 h1 q500 kv800 d64 causal align=off:5000", "f32 b1 h1 q500 kv800 d64 causal align=off:-5000",
+        "f32 b1 h1 q400 kv402 d64 extra=2 causal align=tl", "f64 b1 h1 q300 kv300 d8 causal window=99,0"}) {
     const plan plan = plan_of(text);
     const problem& p = plan.p;
     CAPTURE(describe(plan, false));
@@ -269,14 +287,16 @@ TEST_CASE("skipped tiles and attended pairs are counted right") {
     pairs *= static_cast<double>(p.batch * p.kv_heads);  // of one kv head, with all its query heads
     CHECK(plan.flops == doctest::Approx(2 * static_cast<double>(p.head_dim + p.v_dim) * pairs));
     // Extra keys lie behind the others, and a task goes through all tiles between its first and its last.
-    if (p.extra_keys == 0) CHECK(plan.tiles_skipped == doctest::Approx(1 - used / static_cast<double>(tiles * plan.row_blocks)));
+    if (p.extra_keys == 0)
+      CHECK(plan.tiles_skipped == doctest::Approx(1 - used / static_cast<double>(tiles * plan.row_blocks)));
   }
   const double causal = plan_of("f32 b1 h1 q4096 kv4096 d64 causal").tiles_skipped;
   CHECK((causal > 0.45 && causal < 0.5));
   CHECK(plan_of("f32 b1 h1 q4096 kv4096 d64 window=100,0").tiles_skipped > 0.9);
 }
 
-// --- instruction sets --------------------------------------------------------------------------------------------------
+// --- instruction sets
+// --------------------------------------------------------------------------------------------------
 
 TEST_CASE("the ISA of new plans can be forced") {
   REQUIRE(isa_count() > 0);
@@ -313,7 +333,8 @@ TEST_CASE("the ISA of new plans can be forced") {
   CHECK(automatic == current_isa().isa);
 }
 
-// --- threads -------------------------------------------------------------------------------------------------------------
+// --- threads
+// -------------------------------------------------------------------------------------------------------------
 
 using hook_body = std::function<void(int64_t n, const std::function<void(int64_t)>& call)>;
 
@@ -396,9 +417,11 @@ TEST_CASE("the process-wide cap holds") {
 
 TEST_CASE("a request has the same bits alone and in a batch") {
   for (const kernel_table* table : tables()) {
-    for (const char* text : {"f32 b5 h4/2 q70 kv300 d40 lens align=br causal lse weights", "f32 b5 h8/2 q1 kv1500 d64 lens align=br lse",
-                             "f32 b5 h4/2 q3 kv700 d17 lens offsets causal window=300,0 mask bias sinks alibi softcap=9 lse weights meanw colsums scores=biased",
-                             "bf16 b5 h4/2 q50 kv700 d64 lens data=masked lse", "f64 b5 h4/2 q50 kv200 d24 lens keymask lse colsums"}) {
+    for (const char* text :
+         {"f32 b5 h4/2 q70 kv300 d40 lens align=br causal lse weights", "f32 b5 h8/2 q1 kv1500 d64 lens align=br lse",
+          "f32 b5 h4/2 q3 kv700 d17 lens offsets causal window=300,0 mask bias sinks alibi softcap=9 lse weights meanw "
+          "colsums scores=biased",
+          "bf16 b5 h4/2 q50 kv700 d64 lens data=masked lse", "f64 b5 h4/2 q50 kv200 d24 lens keymask lse colsums"}) {
       test_case all(parse_problem(text)), alone(parse_problem(text));
       INFO(std::string(text));
       INFO(std::string(table->isa));
@@ -406,7 +429,8 @@ TEST_CASE("a request has the same bits alone and in a batch") {
       alone.p.batch = 1;
       for (int64_t b = 0; b < all.p.batch; ++b) {
         const auto from = [&](const tensor& x, auto& pointer) {
-          if (x.base != nullptr) pointer = reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(x.place({b, 0, 0, 0}));
+          if (x.base != nullptr)
+            pointer = reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(x.place({b, 0, 0, 0}));
         };
         from(all.q, alone.t.q);
         from(all.k, alone.t.k);
@@ -423,7 +447,8 @@ TEST_CASE("a request has the same bits alone and in a batch") {
           const tensor& y = *alone.outputs()[i];
           if (x.base == nullptr) continue;
           x.each([&](const index4& at) {
-            if (at[0] == b) same = same && std::memcmp(x.place(at), y.place({0, at[1], at[2], at[3]}), tensor::size_of(x.type)) == 0;
+            if (at[0] == b)
+              same = same && std::memcmp(x.place(at), y.place({0, at[1], at[2], at[3]}), tensor::size_of(x.type)) == 0;
           });
         }
         CHECK(same);
@@ -451,12 +476,16 @@ TEST_CASE("one plan serves several callers at once") {
 TEST_CASE("parallel_for calls each index once") {
   for (const int64_t n : {0, 1, 2, 1000}) {
     std::vector<std::atomic<int>> calls(static_cast<size_t>(n));
-    parallel_for(n, exec_of(0), [](void* arg, int64_t i) { ++(*static_cast<std::vector<std::atomic<int>>*>(arg))[static_cast<size_t>(i)]; }, &calls);
+    parallel_for(
+        n, exec_of(0),
+        [](void* arg, int64_t i) { ++(*static_cast<std::vector<std::atomic<int>>*>(arg))[static_cast<size_t>(i)]; },
+        &calls);
     for (const auto& count : calls) CHECK(count == 1);
   }
 }
 
-// --- memory --------------------------------------------------------------------------------------------------------------
+// --- memory
+// --------------------------------------------------------------------------------------------------------------
 
 TEST_CASE("with the caller's workspace nothing is allocated") {
   for (const char* text : busy_lines) {
@@ -509,15 +538,20 @@ TEST_CASE("the count of allocations counts") {
 }
 #endif
 
-// --- floating-point state ------------------------------------------------------------------------------------------------
+// --- floating-point state
+// ------------------------------------------------------------------------------------------------
 
 #if defined(__x86_64__)
-// Flush to zero, denormals are zero, round up; round down, and overflow, division by zero and invalid operations trap; the default.
+// Flush to zero, denormals are zero, round up; round down, and overflow, division by zero and invalid operations trap;
+// the default.
 constexpr uint64_t states[] = {0x1f80 | 0x8000 | 0x0040 | 0x4000, 0x1900 | 0x2000, 0x1f80};
-uint64_t get_state() { return __builtin_ia32_stmxcsr() & ~0x3fU; }  // without the sticky flags, which any arithmetic sets
+uint64_t get_state() {
+  return __builtin_ia32_stmxcsr() & ~0x3fU;
+}  // without the sticky flags, which any arithmetic sets
 void set_state(uint64_t state) { __builtin_ia32_ldmxcsr(static_cast<unsigned>(state)); }
 #elif defined(__aarch64__)
-constexpr uint64_t states[] = {uint64_t{1} << 24 | uint64_t{1} << 22, uint64_t{2} << 22, 0};  // flush, round up; round down; default
+constexpr uint64_t states[] = {uint64_t{1} << 24 | uint64_t{1} << 22, uint64_t{2} << 22,
+                               0};  // flush, round up; round down; default
 uint64_t get_state() {
   uint64_t state = 0;
   asm volatile("mrs %0, fpcr" : "=r"(state));
@@ -528,7 +562,8 @@ void set_state(uint64_t state) { asm volatile("msr fpcr, %0" : : "r"(state)); }
 
 TEST_CASE("the floating-point state stays the caller's, and does not matter") {
   const uint64_t own = get_state();
-  for (const char* text : {"f32 b2 h4/2 q130 kv300 d64 causal align=br lse weights meanw colsums", "f32 b1 h8/2 q1 kv5000 d64 data=denormal lse", "f32 b1 h2 q5 kv9 d8"}) {
+  for (const char* text : {"f32 b2 h4/2 q130 kv300 d64 causal align=br lse weights meanw colsums",
+                           "f32 b1 h8/2 q1 kv5000 d64 data=denormal lse", "f32 b1 h2 q5 kv9 d8"}) {
     INFO(std::string(text));
     test_case c(parse_problem(text));
     const plan plan = make_plan(c.p, current_isa(), l2);
@@ -561,19 +596,26 @@ TEST_CASE("the floating-point state stays the caller's, and does not matter") {
   }
 }
 
-// --- the reference itself ------------------------------------------------------------------------------------------------
+// --- the reference itself
+// ------------------------------------------------------------------------------------------------
 
 TEST_CASE("16-bit floats") {
   const struct {
     double value;
     int f16, bf16;
-  } known[] = {{0, 0, 0}, {1, 0x3c00, 0x3f80}, {-2, 0xc000, 0xc000}, {1.5, 0x3e00, 0x3fc0}, {65504, 0x7bff, 0x4780}, {HUGE_VAL, 0x7c00, 0x7f80}, {std::ldexp(1, -24), 1, 0x3380}};
+  } known[] = {{0, 0, 0},
+               {1, 0x3c00, 0x3f80},
+               {-2, 0xc000, 0xc000},
+               {1.5, 0x3e00, 0x3fc0},
+               {65504, 0x7bff, 0x4780},
+               {HUGE_VAL, 0x7c00, 0x7f80},
+               {std::ldexp(1, -24), 1, 0x3380}};
   for (const auto& x : known) {
     CHECK(f16_bits(x.value) == x.f16);
     CHECK(bf16_bits(x.value) == x.bf16);
     CHECK(f16_value(static_cast<uint16_t>(x.f16)) == x.value);
   }
-  CHECK(f16_bits(65520) == 0x7c00);            // halfway to 2^16: to even, which is infinity
+  CHECK(f16_bits(65520) == 0x7c00);                   // halfway to 2^16: to even, which is infinity
   CHECK(f16_bits(1 + std::ldexp(1, -11)) == 0x3c00);  // ties to even
   CHECK(f16_bits(1 + std::ldexp(3, -11)) == 0x3c02);
   CHECK(std::isnan(f16_value(f16_bits(std::nan("")))));
@@ -584,7 +626,8 @@ TEST_CASE("16-bit floats") {
 
 // Numbers that can be checked by hand: head_dim 1, q 1, scale 1, so that the scores are the keys.
 attention_result by_hand(const std::string& options, const std::vector<double>& keys, int64_t q_len) {
-  test_case c(parse_problem("f64 b1 h1 q" + std::to_string(q_len) + " kv" + std::to_string(keys.size()) + " d1 scale=1 " + options));
+  test_case c(parse_problem("f64 b1 h1 q" + std::to_string(q_len) + " kv" + std::to_string(keys.size()) +
+                            " d1 scale=1 " + options));
   c.q.each([&](const index4& i) { c.q.set(i, 1); });
   c.k.each([&](const index4& i) { c.k.set(i, keys[static_cast<size_t>(i[2])]); });
   c.v.each([&](const index4& i) { c.v.set(i, static_cast<double>(i[2] + 1)); });

@@ -1,15 +1,16 @@
-// Every kernel of one instruction set against the reference, on every line of problems.txt, and properties that need no reference.
+// Every kernel of one instruction set against the reference, on every line of problems.txt, and properties that need no
+// reference.
 //
 //   kernel_test [--isa=<name>] [--line=<part of a line>] [--verbose] [doctest's options]
 //
-// The ISA can also come from MH_TEST_ISA; without either all that this CPU can run are tested. Asking for one that the CPU lacks
-// ends with 77, which Meson counts as skipped. --verbose prints the largest errors of each line.
+// The ISA can also come from MH_TEST_ISA; without either all that this CPU can run are tested. Asking for one that the
+// CPU lacks ends with 77, which Meson counts as skipped. --verbose prints the largest errors of each line.
 //
-// f32 lines that are quick are run in the other dtypes too. Each is run twice, with large and with small task sizes: the bits
-// must not change. Tolerances, against values computed from the exact inputs:
+// f32 lines that are quick are run in the other dtypes too. Each is run twice, with large and with small task sizes:
+// the bits must not change. Tolerances, against values computed from the exact inputs:
 //   f32  5e-6 + 5e-6 |x| (the lse 5e-6 + 1e-6 |x|), f64 1e-12 + 1e-12 |x|
-//   more where scores are so large that rounding a dot product moves them: 4u * scale * |q||k| * max|v|, u half a unit of 1
-//   bf16 and f16 compute in f32, so they get one rounding to their own precision on top, and no more.
+//   more where scores are so large that rounding a dot product moves them: 4u * scale * |q||k| * max|v|, u half a unit
+//   of 1 bf16 and f16 compute in f32, so they get one rounding to their own precision on top, and no more.
 #define DOCTEST_CONFIG_IMPLEMENT
 #include <doctest/doctest.h>
 
@@ -82,10 +83,14 @@ struct precision {
 };
 precision precision_of(int32_t dtype) {
   switch (dtype) {
-    case MH_DTYPE_F32: return {5e-6, 1e-6, FLT_EPSILON / 2, 0, FLT_TRUE_MIN};
-    case MH_DTYPE_F64: return {1e-12, 1e-13, DBL_EPSILON / 2, 0, DBL_TRUE_MIN};
-    case MH_DTYPE_BF16: return {5e-6, 1e-6, FLT_EPSILON / 2, std::ldexp(1, -8), std::ldexp(1, -133)};
-    default: return {5e-6, 1e-6, FLT_EPSILON / 2, std::ldexp(1, -11), std::ldexp(1, -24)};
+    case MH_DTYPE_F32:
+      return {5e-6, 1e-6, FLT_EPSILON / 2, 0, FLT_TRUE_MIN};
+    case MH_DTYPE_F64:
+      return {1e-12, 1e-13, DBL_EPSILON / 2, 0, DBL_TRUE_MIN};
+    case MH_DTYPE_BF16:
+      return {5e-6, 1e-6, FLT_EPSILON / 2, std::ldexp(1, -8), std::ldexp(1, -133)};
+    default:
+      return {5e-6, 1e-6, FLT_EPSILON / 2, std::ldexp(1, -11), std::ldexp(1, -24)};
   }
 }
 
@@ -127,7 +132,9 @@ row_bounds bounds_of(const test_case& c, const attention_result& want) {
     for (int64_t j = 0; j < p.kv_len; ++j) {
       const auto at_key = static_cast<size_t>(keys + j);
       double size = exact ? 0 : std::fabs(p.scale) * q[static_cast<size_t>(row)] * k[at_key];
-      if (p.has_input(MH_INPUT_ALIBI)) size += std::fabs(c.slopes.get({c.slopes.dims[0] > 1 ? b : 0, h, 0, 0}) * static_cast<double>(position(p, c.t, b, i) - j));
+      if (p.has_input(MH_INPUT_ALIBI))
+        size += std::fabs(c.slopes.get({c.slopes.dims[0] > 1 ? b : 0, h, 0, 0}) *
+                          static_cast<double>(position(p, c.t, b, i) - j));
       if (p.has_input(MH_INPUT_BIAS) && j < c.bias.dims[3]) {
         const double bias = std::fabs(c.bias.get({b, h, i, j}));
         if (bias < 1e25) size += bias;  // beside larger ones every score vanishes, in double too
@@ -148,7 +155,8 @@ double ulps(double error, double x, double u) { return error / (std::ldexp(u, st
 
 // Compares all elements of an output; tolerance(i) is for the i-th.
 template <class Tolerance>
-std::string compare(const char* name, const tensor& x, const std::vector<double>& want, double unit, Tolerance tolerance) {
+std::string compare(const char* name, const tensor& x, const std::vector<double>& want, double unit,
+                    Tolerance tolerance) {
   const std::vector<double> got = x.values();
   if (got.size() != want.size()) return std::string(name) + " has the wrong size";
   size_t wrong = 0, worst = 0;
@@ -169,11 +177,13 @@ std::string compare(const char* name, const tensor& x, const std::vector<double>
       worst = i;
     }
   }
-  if (chosen.verbose) std::printf("    %-12s max error %.2e, %.3g ulp, %.3f of the tolerance\n", name, worst_error, worst_ulps, worst_share);
+  if (chosen.verbose)
+    std::printf("    %-12s max error %.2e, %.3g ulp, %.3f of the tolerance\n", name, worst_error, worst_ulps,
+                worst_share);
   if (wrong == 0) return "";
   char text[256];
-  std::snprintf(text, sizeof text, "%s: %zu of %zu wrong; [%zu] is %.9g, must be %.9g +- %.2g. ", name, wrong, got.size(), worst,
-                got[worst], want[worst], tolerance(worst));
+  std::snprintf(text, sizeof text, "%s: %zu of %zu wrong; [%zu] is %.9g, must be %.9g +- %.2g. ", name, wrong,
+                got.size(), worst, got[worst], want[worst], tolerance(worst));
   return text;
 }
 
@@ -194,8 +204,9 @@ std::string compare_all(const test_case& c, const attention_result& want) {
                      [&](size_t i) { return base_of * (e.base + bound.row[i]) + e.lse * std::fabs(want.lse[i]); });
   }
   if (p.has_output(MH_OUTPUT_WEIGHTS)) {
-    wrong += compare("weights", c.weights, want.weights, e.unit,
-                     [&](size_t i) { return within(want.weights[i], 2 * want.weights[i] * bound.row[i / index(p.kv_len)]); });
+    wrong += compare("weights", c.weights, want.weights, e.unit, [&](size_t i) {
+      return within(want.weights[i], 2 * want.weights[i] * bound.row[i / index(p.kv_len)]);
+    });
   }
   const double widest = bound.row.empty() ? 0 : *std::max_element(bound.row.begin(), bound.row.end());
   if (p.has_output(MH_OUTPUT_MEAN_WEIGHTS)) {
@@ -207,7 +218,8 @@ std::string compare_all(const test_case& c, const attention_result& want) {
                      [&](size_t i) { return within(want.column_sums[i], 2 * want.column_sums[i] * widest); });
   }
   if (p.has_output(MH_OUTPUT_SCORES)) {
-    wrong += compare("scores", c.scores, want.scores, e.unit, [&](size_t i) { return within(want.scores[i], bound.score[i]); });
+    wrong += compare("scores", c.scores, want.scores, e.unit,
+                     [&](size_t i) { return within(want.scores[i], bound.score[i]); });
   }
   return wrong;
 }
@@ -223,7 +235,8 @@ std::string check_sums(const test_case& c, const attention_result& want) {
     for (size_t j = 0; j < keys; ++j) sum += got[row * keys + j];
     // The weights are exp(s - lse): an lse of 1000 is stored with an error of 3e-5, and moves the whole row.
     const double unit = precision_of(c.p.dtype).unit;
-    if (!(std::fabs(sum - 1) <= unit * (16 + 2 * std::fabs(want.lse[row])))) return "a row of weights sums to " + std::to_string(sum);
+    if (!(std::fabs(sum - 1) <= unit * (16 + 2 * std::fabs(want.lse[row]))))
+      return "a row of weights sums to " + std::to_string(sum);
   }
   return "";
 }
@@ -234,7 +247,8 @@ void check_line(const problem_line& line) {
   const attention_result want = reference(c.p, c.t);
   for (const kernel_table* table : chosen.tables) {
     const plan large = make_plan(c.p, *table, large_l2);
-    if (chosen.verbose) std::printf("%s: %s@%s\n", line.text.c_str(), large.kernel == route_decode ? "decode" : "tile", table->isa);
+    if (chosen.verbose)
+      std::printf("%s: %s@%s\n", line.text.c_str(), large.kernel == route_decode ? "decode" : "tile", table->isa);
     const std::string where = line.text + " @" + table->isa + ": ";
     c.clear_outputs();
     run(c, *table);
@@ -274,14 +288,16 @@ TEST_CASE("problems") {
   CHECK(lines > 0);
 }
 
-// --- properties --------------------------------------------------------------------------------------------------------
+// --- properties
+// --------------------------------------------------------------------------------------------------------
 
 // `storage`: what each part or result lost when it was stored; parts are averages of numbers around 1.
 void check_near(const tensor& a, const tensor& b, double storage) {
   const std::vector<double> x = a.values(), y = b.values();
   REQUIRE(x.size() == y.size());
   double worst = 0;
-  for (size_t i = 0; i < x.size(); ++i) worst = std::max(worst, std::fabs(x[i] - y[i]) / (1e-5 + storage + (1e-5 + 2 * storage) * std::fabs(x[i])));
+  for (size_t i = 0; i < x.size(); ++i)
+    worst = std::max(worst, std::fabs(x[i] - y[i]) / (1e-5 + storage + (1e-5 + 2 * storage) * std::fabs(x[i])));
   CHECK(worst <= 1);
 }
 
@@ -292,10 +308,13 @@ TEST_CASE("the order of the keys does not matter") {
         const problem_line line = parse_problem(dtype + std::string(shape) + " mask bias keymask softcap=20 lse");
         CAPTURE(line.text);
         test_case a(line), b(line);
-        for (tensor test_case::* member : {&test_case::k, &test_case::v, &test_case::mask, &test_case::bias, &test_case::key_mask}) {
+        for (tensor test_case::* member :
+             {&test_case::k, &test_case::v, &test_case::mask, &test_case::bias, &test_case::key_mask}) {
           tensor& from = a.*member;
           tensor& to = b.*member;
-          const size_t dim = member == &test_case::key_mask ? 1 : member == &test_case::mask || member == &test_case::bias ? 3 : 2;
+          const size_t dim = member == &test_case::key_mask                             ? 1
+                             : member == &test_case::mask || member == &test_case::bias ? 3
+                                                                                        : 2;
           from.each([&](index4 i) {
             const double value = from.get(i);
             i[dim] = i[dim] * 74 % 203;  // 74 and 203 have no common factor: a permutation
@@ -420,7 +439,8 @@ void check_merge(const kernel_table& table, int32_t dtype, bool from_real, int64
         const double share = top > -HUGE_VAL ? std::exp2(lses.get({s, row, 0, 0}) - top) / sum : 0;
         if (share > 0) want += share * outs.get({s, row, d, 0});
       }
-      const double error = std::fabs(out.get({row, d, 0, 0}) - want) / (e.base * (1 + std::fabs(want)) + e.storage * std::fabs(want));
+      const double error =
+          std::fabs(out.get({row, d, 0, 0}) - want) / (e.base * (1 + std::fabs(want)) + e.storage * std::fabs(want));
       worst = error <= worst ? worst : error;
     }
     CHECK(worst <= 1);

@@ -1,5 +1,6 @@
-// The kernels' building blocks, one by one, at the width of the ISA this file is compiled for (and at the emulated widths): exp2, tanh,
-// conversions, transposition, the product micro-kernel with every tail, visibility bits, softmax rows.
+// The kernels' building blocks, one by one, at the width of the ISA this file is compiled for (and at the emulated
+// widths): exp2, tanh, conversions, transposition, the product micro-kernel with every tail, visibility bits, softmax
+// rows.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
@@ -54,7 +55,8 @@ T exp2_scalar(T x) {
 template <class T>
 double ulps(T got, double want) {
   const T near = static_cast<T>(std::abs(want));
-  const double unit = static_cast<double>(std::nextafter(near, std::numeric_limits<T>::infinity())) - static_cast<double>(near);
+  const double unit =
+      static_cast<double>(std::nextafter(near, std::numeric_limits<T>::infinity())) - static_cast<double>(near);
   return std::abs(static_cast<double>(got) - want) / unit;
 }
 
@@ -123,7 +125,8 @@ TEST_CASE("half precision: every value widens exactly and comes back") {
     if (exponent == 31) {
       CHECK((mantissa == 0 ? std::isinf(wide) : std::isnan(wide)));
     } else {
-      const double want = sign * (exponent == 0 ? std::ldexp(mantissa, -24) : std::ldexp(1024 + mantissa, static_cast<int>(exponent) - 25));
+      const double want = sign * (exponent == 0 ? std::ldexp(mantissa, -24)
+                                                : std::ldexp(1024 + mantissa, static_cast<int>(exponent) - 25));
       CHECK(static_cast<double>(wide) == want);
     }
     if (!std::isnan(wide)) CHECK(f16::narrow(wide) == x);
@@ -135,9 +138,9 @@ TEST_CASE("half precision: every value widens exactly and comes back") {
 TEST_CASE("narrowing rounds to nearest even") {
   CHECK(f16::widen(f16::narrow(65519.996F)) == 65504.0F);
   CHECK(std::isinf(f16::widen(f16::narrow(65520.0F))));
-  CHECK(f16::narrow(0x1.002p0F) == f16::narrow(1.0F));            // half way, even is below
-  CHECK(f16::narrow(0x1.006p0F) == f16::narrow(1.0F) + 2);        // half way, even is above
-  CHECK(f16::narrow(0x1p-25F) == 0);                              // half of the smallest
+  CHECK(f16::narrow(0x1.002p0F) == f16::narrow(1.0F));      // half way, even is below
+  CHECK(f16::narrow(0x1.006p0F) == f16::narrow(1.0F) + 2);  // half way, even is above
+  CHECK(f16::narrow(0x1p-25F) == 0);                        // half of the smallest
   CHECK(f16::narrow(0x1.8p-25F) == 1);
   CHECK(std::isnan(f16::widen(f16::narrow(std::nanf("")))));
   CHECK(bf16::narrow(0x1.01p0F) == bf16::narrow(1.0F));
@@ -173,7 +176,8 @@ TEST_CASE("nonzero_bytes: every count, several strides, nothing read behind the 
       std::vector<uint8_t> bytes(128, 0xff);
       const uint8_t* p = bytes.data() + 64;
       uint32_t want = 0;
-      for (int64_t i = 0; i < n; ++i) bytes[static_cast<size_t>(64 + i * stride)] = random() % 2 == 0 ? 0 : static_cast<uint8_t>(1 + random() % 255);
+      for (int64_t i = 0; i < n; ++i)
+        bytes[static_cast<size_t>(64 + i * stride)] = random() % 2 == 0 ? 0 : static_cast<uint8_t>(1 + random() % 255);
       for (int64_t i = 0; i < n; ++i) want |= static_cast<uint32_t>(p[i * stride] != 0) << i;
       CHECK(nonzero_bytes(p, stride, n) == want);
     }
@@ -209,7 +213,9 @@ void check_product() {
         double want_top = 0.5;
         for (int64_t m = 0; m < rows; ++m) {
           double want = 0;
-          for (int64_t k = 0; k < depth; ++k) want += static_cast<double>(a[static_cast<size_t>(m * (depth + 3) + k)]) * static_cast<double>(b[k * width + j]);
+          for (int64_t k = 0; k < depth; ++k)
+            want += static_cast<double>(a[static_cast<size_t>(m * (depth + 3) + k)]) *
+                    static_cast<double>(b[k * width + j]);
           CHECK(std::abs(static_cast<double>(c[m * width + j]) - want) < tolerance);
           want_top = std::max(want_top, static_cast<double>(c[m * width + j]));
         }
@@ -225,7 +231,9 @@ void check_product() {
       for (int64_t m = 0; m < rows; ++m) {
         for (int64_t j = 0; j < width; ++j) {
           double want = static_cast<double>(again[m * width + j]);
-          for (int64_t k = 0; k < depth; ++k) want += static_cast<double>(a[static_cast<size_t>(k * (rows + 1) + m)]) * static_cast<double>(b[k * width + j]);
+          for (int64_t k = 0; k < depth; ++k)
+            want +=
+                static_cast<double>(a[static_cast<size_t>(k * (rows + 1) + m)]) * static_cast<double>(b[k * width + j]);
           CHECK(std::abs(static_cast<double>(c[m * width + j]) - want) < tolerance);
         }
       }
@@ -257,7 +265,9 @@ TEST_CASE_TEMPLATE("add_signed leaves out factors of negative sign, NaN and inf 
 // see_tile against the definition, for each kind of restriction alone and together.
 TEST_CASE_TEMPLATE("visibility bits", T, float, double) {
   std::mt19937 random(21);
-  const auto pick = [&](int64_t low, int64_t high) { return low + static_cast<int64_t>(random() % static_cast<uint64_t>(high - low + 1)); };
+  const auto pick = [&](int64_t low, int64_t high) {
+    return low + static_cast<int64_t>(random() % static_cast<uint64_t>(high - low + 1));
+  };
   for (int round = 0; round < 600; ++round) {
     kernel_call c{};
     c.group = pick(1, 3);
@@ -307,7 +317,9 @@ TEST_CASE_TEMPLATE("visibility bits", T, float, double) {
         if (c.causal != 0 && j > p) want = false;
         if (c.window_left >= 0 && j < p - c.window_left) want = false;
         if (c.window_right >= 0 && j > p + c.window_right) want = false;
-        if (want && c.mask != nullptr && mask[static_cast<size_t>(head * c.mask_strides[1] + query * c.mask_strides[2] + j)] == 0) want = false;
+        if (want && c.mask != nullptr &&
+            mask[static_cast<size_t>(head * c.mask_strides[1] + query * c.mask_strides[2] + j)] == 0)
+          want = false;
         if (want && c.key_mask != nullptr && key_mask[static_cast<size_t>(j)] == 0) want = false;
         if (j >= ordinary) want = true;
         const auto word = words[static_cast<size_t>((j - begin) / word_keys * lanes<T> + lane)];
@@ -352,7 +364,8 @@ TEST_CASE_TEMPLATE("softmax rows", T, float, double) {
     CHECK(row_sum[0] == T(0));
     for (int64_t j = 1; j < width; ++j) {
       double top = -std::numeric_limits<double>::infinity();
-      for (int64_t k = 0; k < keys; ++k) top = std::max(top, static_cast<double>(scores[static_cast<size_t>(k * width + j)]));
+      for (int64_t k = 0; k < keys; ++k)
+        top = std::max(top, static_cast<double>(scores[static_cast<size_t>(k * width + j)]));
       double sum = 0;
       double value = 0;
       for (int64_t k = 0; k < keys; ++k) {
@@ -360,7 +373,8 @@ TEST_CASE_TEMPLATE("softmax rows", T, float, double) {
         sum += p;
         value += p * static_cast<double>(k);
       }
-      const row_end end = finish_row(static_cast<double>(row_max[j]), static_cast<double>(row_sum[j]), 1.0, -std::numeric_limits<double>::infinity(), true);
+      const row_end end = finish_row(static_cast<double>(row_max[j]), static_cast<double>(row_sum[j]), 1.0,
+                                     -std::numeric_limits<double>::infinity(), true);
       CHECK(std::abs(static_cast<double>(out[j]) * end.factor - value / sum) < tolerance * 50);
       CHECK(std::abs(end.lse - (top + std::log2(sum))) <= tolerance * std::max(1.0, std::abs(top)));
     }
@@ -390,8 +404,10 @@ TEST_CASE_TEMPLATE("merge of states", D, f32, f64, bf16, f16) {
     for (size_t i = 0; i < outs.size(); ++i) outs[i] = D::narrow(values[i]);
     std::vector<T> lses = normal<T>(static_cast<size_t>(states * rows), 42);
     lses[3] = -infinity<T>;  // state 1, row 0: nothing, whatever its out holds
-    for (int64_t d = 0; d < v_dim; ++d) outs[static_cast<size_t>(rows * v_dim + d)] = D::narrow(std::numeric_limits<T>::quiet_NaN());
-    for (int64_t s = 0; s < states; ++s) lses[static_cast<size_t>(s * rows + 2)] = -infinity<T>;  // row 2: no state counts
+    for (int64_t d = 0; d < v_dim; ++d)
+      outs[static_cast<size_t>(rows * v_dim + d)] = D::narrow(std::numeric_limits<T>::quiet_NaN());
+    for (int64_t s = 0; s < states; ++s)
+      lses[static_cast<size_t>(s * rows + 2)] = -infinity<T>;  // row 2: no state counts
     std::vector<typename D::storage> out(static_cast<size_t>(rows * v_dim), D::narrow(T(9)));
     std::vector<T> lse(static_cast<size_t>(rows), T(9));
     merge_args m{};
@@ -415,13 +431,15 @@ TEST_CASE_TEMPLATE("merge of states", D, f32, f64, bf16, f16) {
     const double tolerance = sizeof(typename D::storage) == 2 ? 1e-2 : sizeof(T) == 4 ? 1e-6 : 1e-14;
     for (int64_t r = 0; r < 2; ++r) {
       double total = 0;
-      for (int64_t s = 0; s < states; ++s) total += std::exp(static_cast<double>(lses[static_cast<size_t>(s * rows + r)]));
+      for (int64_t s = 0; s < states; ++s)
+        total += std::exp(static_cast<double>(lses[static_cast<size_t>(s * rows + r)]));
       CHECK(static_cast<double>(lse[static_cast<size_t>(r)]) == doctest::Approx(std::log(total)).epsilon(1e-6));
       for (int64_t d = 0; d < v_dim; ++d) {
         double want = 0;
         for (int64_t s = 0; s < states; ++s) {
           const double share = std::exp(static_cast<double>(lses[static_cast<size_t>(s * rows + r)])) / total;
-          if (share > 0) want += share * static_cast<double>(D::widen(outs[static_cast<size_t>((s * rows + r) * v_dim + d)]));
+          if (share > 0)
+            want += share * static_cast<double>(D::widen(outs[static_cast<size_t>((s * rows + r) * v_dim + d)]));
         }
         CHECK(std::abs(static_cast<double>(D::widen(out[static_cast<size_t>(r * v_dim + d)])) - want) < tolerance * 4);
       }

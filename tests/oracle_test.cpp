@@ -1,5 +1,5 @@
-// The second oracle: attention composed of OpenBLAS products and a plain softmax, at sizes that the reference would take minutes for.
-// It shares nothing with the kernels, and little with the reference.
+// The second oracle: attention composed of OpenBLAS products and a plain softmax, at sizes that the reference would
+// take minutes for. It shares nothing with the kernels, and little with the reference.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
@@ -18,10 +18,12 @@
 namespace manyhead::test {
 namespace {
 
-void product(CBLAS_TRANSPOSE b_form, int m, int n, int k, float alpha, const float* a, const float* b, int b_row, float* c) {
+void product(CBLAS_TRANSPOSE b_form, int m, int n, int k, float alpha, const float* a, const float* b, int b_row,
+             float* c) {
   cblas_sgemm(CblasRowMajor, CblasNoTrans, b_form, m, n, k, alpha, a, k, b, b_row, 0.0F, c, n);
 }
-void product(CBLAS_TRANSPOSE b_form, int m, int n, int k, double alpha, const double* a, const double* b, int b_row, double* c) {
+void product(CBLAS_TRANSPOSE b_form, int m, int n, int k, double alpha, const double* a, const double* b, int b_row,
+             double* c) {
   cblas_dgemm(CblasRowMajor, CblasNoTrans, b_form, m, n, k, alpha, a, k, b, b_row, 0.0, c, n);
 }
 
@@ -49,11 +51,14 @@ template <class Real>
 void check(const std::string& text, double tolerance) {
   test_case c(parse_problem(text));
   const problem& p = c.p;
-  std::vector<Real> out(static_cast<size_t>(p.batch * p.heads * p.q_len * p.v_dim)), lse(static_cast<size_t>(p.batch * p.heads * p.q_len));
+  std::vector<Real> out(static_cast<size_t>(p.batch * p.heads * p.q_len * p.v_dim)),
+      lse(static_cast<size_t>(p.batch * p.heads * p.q_len));
   for (int64_t head = 0; head < p.batch * p.heads; ++head) {
     const int64_t kv_head = head / p.heads * p.kv_heads + head % p.heads / p.group();
-    compose(p, static_cast<const Real*>(c.t.q) + head * p.q_len * p.head_dim, static_cast<const Real*>(c.t.k) + kv_head * p.kv_len * p.head_dim,
-            static_cast<const Real*>(c.t.v) + kv_head * p.kv_len * p.v_dim, out.data() + head * p.q_len * p.v_dim, lse.data() + head * p.q_len);
+    compose(p, static_cast<const Real*>(c.t.q) + head * p.q_len * p.head_dim,
+            static_cast<const Real*>(c.t.k) + kv_head * p.kv_len * p.head_dim,
+            static_cast<const Real*>(c.t.v) + kv_head * p.kv_len * p.v_dim, out.data() + head * p.q_len * p.v_dim,
+            lse.data() + head * p.q_len);
   }
   for (int32_t isa = 0; isa < isa_count(); ++isa) {
     if (!isa_supported(isa)) continue;
@@ -64,7 +69,8 @@ void check(const std::string& text, double tolerance) {
     const auto worst = [&](const void* got, const std::vector<Real>& want) {
       double share = 0;
       for (size_t i = 0; i < want.size(); ++i) {
-        const double error = std::fabs(static_cast<double>(static_cast<const Real*>(got)[i]) - static_cast<double>(want[i]));
+        const double error =
+            std::fabs(static_cast<double>(static_cast<const Real*>(got)[i]) - static_cast<double>(want[i]));
         const double now = error / (tolerance + tolerance * std::fabs(static_cast<double>(want[i])));
         share = now <= share ? share : now;
       }
@@ -80,7 +86,8 @@ void check(const std::string& text, double tolerance) {
 
 TEST_CASE("large shapes agree with OpenBLAS") {
   for (const char* options : {"", " causal align=br"}) {
-    for (const char* shape : {"b2 h8 q1024 kv1024 d64", "b1 h8/2 q1024 kv1024 d128", "b1 h3 q777 kv1501 d80 v96", "b2 h8/2 q16 kv4096 d128", "b1 h8/2 q1 kv8192 d128"})
+    for (const char* shape : {"b2 h8 q1024 kv1024 d64", "b1 h8/2 q1024 kv1024 d128", "b1 h3 q777 kv1501 d80 v96",
+                              "b2 h8/2 q16 kv4096 d128", "b1 h8/2 q1 kv8192 d128"})
       check<float>(std::string("f32 ") + shape + " lse" + options, 2e-5);
     check<double>(std::string("f64 b1 h4 q1024 kv1024 d64 lse") + options, 1e-12);
   }

@@ -105,7 +105,8 @@ inline bool read_option(std::string_view name, std::string_view value, problem_l
   if (name == "extra") return read_number(value, line.extra_keys);
   if (name == "data") {
     line.data = value;
-    return find_word(value, {"normal", "heavy", "equal", "huge", "maxval", "denormal", "masked", "poison", "spread"}) >= 0;
+    return find_word(value, {"normal", "heavy", "equal", "huge", "maxval", "denormal", "masked", "poison", "spread"}) >=
+           0;
   }
   if (name == "strides") {
     line.strides = value;
@@ -126,10 +127,12 @@ inline bool read_flag(std::string_view word, mh_problem& p) {
   const struct {
     const char* word;
     uint32_t input, output;
-  } flags[] = {{"alibi", MH_INPUT_ALIBI, 0},      {"sinks", MH_INPUT_SINKS, 0},       {"mask", MH_INPUT_MASK, 0},
-               {"bias", MH_INPUT_BIAS, 0},        {"keymask", MH_INPUT_KEY_MASK, 0},  {"lens", MH_INPUT_SEQUSED_K, 0},
-               {"offsets", MH_INPUT_Q_OFFSET, 0}, {"lse", 0, MH_OUTPUT_LSE},          {"lse2", 0, MH_OUTPUT_LSE},
-               {"weights", 0, MH_OUTPUT_WEIGHTS}, {"meanw", 0, MH_OUTPUT_MEAN_WEIGHTS}, {"colsums", 0, MH_OUTPUT_COLUMN_SUMS}};
+  } flags[] = {{"alibi", MH_INPUT_ALIBI, 0},         {"sinks", MH_INPUT_SINKS, 0},
+               {"mask", MH_INPUT_MASK, 0},           {"bias", MH_INPUT_BIAS, 0},
+               {"keymask", MH_INPUT_KEY_MASK, 0},    {"lens", MH_INPUT_SEQUSED_K, 0},
+               {"offsets", MH_INPUT_Q_OFFSET, 0},    {"lse", 0, MH_OUTPUT_LSE},
+               {"lse2", 0, MH_OUTPUT_LSE},           {"weights", 0, MH_OUTPUT_WEIGHTS},
+               {"meanw", 0, MH_OUTPUT_MEAN_WEIGHTS}, {"colsums", 0, MH_OUTPUT_COLUMN_SUMS}};
   for (const auto& flag : flags) {
     if (word != flag.word) continue;
     p.inputs |= flag.input;
@@ -169,7 +172,8 @@ inline problem_line parse_problem(const std::string& text) {
     if (!known) refuse("unknown word " + word);
     bshd = bshd || word == "bshd";
   }
-  if (p.batch < 0 || p.heads == 0 || p.q_len < 0 || p.kv_len < 0 || p.head_dim == 0) refuse("b, h, q, kv or d is missing");
+  if (p.batch < 0 || p.heads == 0 || p.q_len < 0 || p.kv_len < 0 || p.head_dim == 0)
+    refuse("b, h, q, kv or d is missing");
   if (bshd) {
     const int64_t kv_heads = p.kv_heads ? p.kv_heads : p.heads;
     const int64_t v_dim = p.v_dim ? p.v_dim : p.head_dim;

@@ -1,5 +1,5 @@
-// The specification: attention in double, as manyhead.h reads, three loops and a scalar predicate. Slow and plain on purpose;
-// when a kernel and this file disagree, this file is right. Takes any dtype, any strides, any option.
+// The specification: attention in double, as manyhead.h reads, three loops and a scalar predicate. Slow and plain on
+// purpose; when a kernel and this file disagree, this file is right. Takes any dtype, any strides, any option.
 #pragma once
 
 #include <cmath>
@@ -32,10 +32,14 @@ inline double bf16_value(uint16_t bits) {  // sign, 8 bits of exponent, 7 of fra
 
 inline double element(const void* array, int32_t dtype, int64_t i) {
   switch (dtype) {
-    case MH_DTYPE_F32: return static_cast<const float*>(array)[i];
-    case MH_DTYPE_F64: return static_cast<const double*>(array)[i];
-    case MH_DTYPE_BF16: return bf16_value(static_cast<const uint16_t*>(array)[i]);
-    default: return f16_value(static_cast<const uint16_t*>(array)[i]);
+    case MH_DTYPE_F32:
+      return static_cast<const float*>(array)[i];
+    case MH_DTYPE_F64:
+      return static_cast<const double*>(array)[i];
+    case MH_DTYPE_BF16:
+      return bf16_value(static_cast<const uint16_t*>(array)[i]);
+    default:
+      return f16_value(static_cast<const uint16_t*>(array)[i]);
   }
 }
 
@@ -66,13 +70,17 @@ inline bool attends(const problem& p, const mh_tensors& t, int64_t b, int64_t h,
   if (p.window_left >= 0 && j < pos - p.window_left) return false;
   if (p.window_right >= 0 && j > pos + p.window_right) return false;
   if (p.has_input(MH_INPUT_MASK) && !t.mask[at(p.mask_strides, b, h, i, j)]) return false;
-  if (p.has_input(MH_INPUT_KEY_MASK) && !t.key_mask[b * p.key_mask_strides[0] + j * p.key_mask_strides[1]]) return false;
-  if (p.has_input(MH_INPUT_BIAS) && element(t.bias, p.bias_dtype, at(p.bias_strides, b, h, i, j)) == -HUGE_VAL) return false;
+  if (p.has_input(MH_INPUT_KEY_MASK) && !t.key_mask[b * p.key_mask_strides[0] + j * p.key_mask_strides[1]])
+    return false;
+  if (p.has_input(MH_INPUT_BIAS) && element(t.bias, p.bias_dtype, at(p.bias_strides, b, h, i, j)) == -HUGE_VAL)
+    return false;
   return true;
 }
 
 inline attention_result reference(const problem& p, const mh_tensors& t) {
-  const auto zeros = [](int64_t a, int64_t b, int64_t c, int64_t d) { return std::vector<double>(static_cast<size_t>(a * b * c * d)); };
+  const auto zeros = [](int64_t a, int64_t b, int64_t c, int64_t d) {
+    return std::vector<double>(static_cast<size_t>(a * b * c * d));
+  };
   const int32_t real = p.is_f64() ? MH_DTYPE_F64 : MH_DTYPE_F32;
   const double none = -HUGE_VAL;
   attention_result r = {zeros(p.batch, p.heads, p.q_len, p.v_dim),  zeros(p.batch, p.heads, p.q_len, 1),

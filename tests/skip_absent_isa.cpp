@@ -2,10 +2,10 @@
 //
 // Linked beside micro_test.cpp and compiled for the floor of the CPU family. The check runs before the initialisers
 // of doctest's test cases: those are compiled with the flags of the ISA and may already use its instructions.
+#include <unistd.h>
 #include <cstdio>
 #include <cstring>
 #include <initializer_list>
-#include <unistd.h>
 
 namespace {
 

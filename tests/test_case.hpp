@@ -1,13 +1,17 @@
-// A problem line made real: arrays with data and the strides that the line asks for, each between two inaccessible pages, so that
-// a read or write past either end is a crash; what lies between elements holds NaN (inputs) or a canary (outputs).
+// A problem line made real: arrays with data and the strides that the line asks for, each between two inaccessible
+// pages, so that a read or write past either end is a crash; what lies between elements holds NaN (inputs) or a canary
+// (outputs).
 //
-// data=    normal    q, k, v ~ N(0, 1)                    masked  normal, and masks, biases and lengths that empty whole rows
-//          heavy     lognormal tails                      poison  normal, and NaN and inf in some keys that some rows attend
-//          spread    scores that grow (or fall) along the keys to about +-60: the running maximum moves all the time
-//          equal     all keys and values equal            huge    scores of +-1e6 and +-1e30, the largest well apart
-//          maxval    v near the largest number            denormal  v below the smallest normal number
-// strides= packed (q, k, v as slices of one row), transposed (last two dimensions), zero (one stride of q, k, v each is 0),
-//          negative (all but the last), reversed (the last), lastdim (the last is 3), odd (padded and off by one element)
+// data=    normal    q, k, v ~ N(0, 1)                    masked  normal, and masks, biases and lengths that empty
+// whole rows
+//          heavy     lognormal tails                      poison  normal, and NaN and inf in some keys that some rows
+//          attend spread    scores that grow (or fall) along the keys to about +-60: the running maximum moves all the
+//          time equal     all keys and values equal            huge    scores of +-1e6 and +-1e30, the largest well
+//          apart maxval    v near the largest number            denormal  v below the smallest normal number
+// strides= packed (q, k, v as slices of one row), transposed (last two dimensions), zero (one stride of q, k, v each is
+// 0),
+//          negative (all but the last), reversed (the last), lastdim (the last is 3), odd (padded and off by one
+//          element)
 // bcast=   dimensions of mask and bias whose stride is 0      slopes=bh  ALiBi slopes of each batch entry
 // extra=   the last n keys are attended whatever masks say
 //
@@ -142,13 +146,20 @@ struct tensor {
   void set(const index4& i, double value) {
     const auto put = [&](auto x) { std::memcpy(place(i), &x, sizeof x); };
     switch (type) {
-      case MH_DTYPE_F32: return put(static_cast<float>(value));
-      case MH_DTYPE_F64: return put(value);
-      case MH_DTYPE_BF16: return put(bf16_bits(value));
-      case MH_DTYPE_F16: return put(f16_bits(value));
-      case type_byte: return put(static_cast<uint8_t>(value));
-      case type_i32: return put(static_cast<int32_t>(value));
-      default: return put(static_cast<int64_t>(value));
+      case MH_DTYPE_F32:
+        return put(static_cast<float>(value));
+      case MH_DTYPE_F64:
+        return put(value);
+      case MH_DTYPE_BF16:
+        return put(bf16_bits(value));
+      case MH_DTYPE_F16:
+        return put(f16_bits(value));
+      case type_byte:
+        return put(static_cast<uint8_t>(value));
+      case type_i32:
+        return put(static_cast<int32_t>(value));
+      default:
+        return put(static_cast<int64_t>(value));
     }
   }
   // f(index) for every element, the last dimension fastest.
@@ -197,7 +208,8 @@ struct test_case {
   problem_line line;
   problem p;
   mh_tensors t{};
-  tensor q, k, v, out, mask, bias, key_mask, lens, offsets, slopes, sinks, lse, weights, mean_weights, column_sums, scores;
+  tensor q, k, v, out, mask, bias, key_mask, lens, offsets, slopes, sinks, lse, weights, mean_weights, column_sums,
+      scores;
 
   // Without data there are p and the tensors' shapes only.
   explicit test_case(const problem_line& from, bool with_data = true) : line(from), random_(hash_of(from.text)) {
@@ -229,8 +241,9 @@ struct test_case {
   // What a run has written besides its outputs; "" = nothing. Destroys the outputs.
   std::string damage() {
     std::string found;
-    const char* const names[] = {"q", "k", "v", "mask", "bias", "key_mask", "seqused_k", "q_offset", "alibi_slopes", "sinks",
-                                 "out", "lse", "weights", "mean_weights", "column_sums", "scores"};
+    const char* const names[] = {
+        "q",     "k",   "v",   "mask",    "bias",         "key_mask",    "seqused_k", "q_offset", "alibi_slopes",
+        "sinks", "out", "lse", "weights", "mean_weights", "column_sums", "scores"};
     for (size_t i = 0; i < inputs_.size(); ++i)
       if (hash_of(inputs()[i]->memory.bytes()) != inputs_[i]) found += std::string(" changed ") + names[i];
     for (size_t i = 0; i < outputs().size(); ++i) {
@@ -387,7 +400,8 @@ struct test_case {
       return static_cast<double>(i[1] < 3 ? first[i[1]] : random_.below(keys + p.q_len + 1) - p.q_len);
     });
     fill(slopes, [&](const index4& i, double) {
-      return std::exp2(-8.0 * static_cast<double>(i[1] + 1) / static_cast<double>(p.heads)) * static_cast<double>(i[0] + 1);
+      return std::exp2(-8.0 * static_cast<double>(i[1] + 1) / static_cast<double>(p.heads)) *
+             static_cast<double>(i[0] + 1);
     });
     fill(sinks, [&](const index4& i, double normal) { return empties && i[1] == 0 ? -HUGE_VAL : 2 * normal; });
   }
@@ -401,8 +415,8 @@ struct test_case {
     const auto heavy = [&](double normal) { return normal * std::exp(random_.normal()); };
     fill(q, [&](const index4& i, double normal) {
       if (kind == "heavy") return heavy(normal);
-      // Key j is m_j times a vector of signs, with m_j a permutation of 1.. kv_len; q is the same signs, some 0. So the scores of
-      // a row are multiples of different m_j: one clear maximum, whatever the rounding.
+      // Key j is m_j times a vector of signs, with m_j a permutation of 1.. kv_len; q is the same signs, some 0. So the
+      // scores of a row are multiples of different m_j: one clear maximum, whatever the rounding.
       if (kind == "huge") {
         const bool some = i[3] == 0 || random_.below(2) == 0;
         return some ? sign(i[3]) * (i[2] % 2 ? -1 : 1) * std::ldexp(1, !is_f16 && i[1] % 2 ? 80 : 10) : 0;

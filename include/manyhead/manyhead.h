@@ -10,8 +10,8 @@
  *    Fields are only ever appended, so a program built against an older header keeps working.
  *  - Dimensions: batch, heads (of q), kv_heads (of k and v; query head h reads kv head h / (heads / kv_heads)), q_len,
  *    kv_len, head_dim (of q and k), v_dim (of v and out). Any of them >= 1; batch, q_len and kv_len may be 0.
- *  - Strides count elements and may be anything that stays in the caller's memory: 0 (broadcast) and negative too, the last
- *    dimension included; only outputs must not overlap themselves or an input.
+ *  - Strides count elements and may be anything that stays in the caller's memory: 0 (broadcast) and negative too, the
+ * last dimension included; only outputs must not overlap themselves or an input.
  *  - "real" below means float, and double when mh_problem.dtype is MH_DTYPE_F64.
  *  - Every function that returns mh_status validates first: on an error no output has been touched and
  *    mh_last_error() says which argument was wrong, what it was and what was expected.
@@ -81,9 +81,9 @@ MH_API size_t mh_dtype_size(int32_t dtype);      /* bytes; 0 when out of range *
 
 /* The instruction sets this build has kernels for, best first: "avx512", "avx2", "sse2", "neon". */
 MH_API int32_t mh_isa_count(void);
-MH_API const char* mh_isa_name(int32_t isa);       /* NULL when out of range */
-MH_API int32_t mh_isa_supported(int32_t isa);      /* 1 when this CPU and operating system can run it, else 0 */
-MH_API const char* mh_isa_current(void);           /* the one that new plans use; NULL where MH_ISA is wrong */
+MH_API const char* mh_isa_name(int32_t isa);  /* NULL when out of range */
+MH_API int32_t mh_isa_supported(int32_t isa); /* 1 when this CPU and operating system can run it, else 0 */
+MH_API const char* mh_isa_current(void);      /* the one that new plans use; NULL where MH_ISA is wrong */
 /* Forces the instruction set of plans made from now on, in the whole process; NULL or "" goes back to the best one.
  * The environment variable MH_ISA does the same at start-up. MH_INVALID_ARGUMENT: no such name in this build;
  * MH_UNSUPPORTED: the CPU lacks it. A bad MH_ISA is reported by every mh_plan_create. */
@@ -130,13 +130,13 @@ typedef enum mh_index_type { MH_INDEX_I32 = 0, MH_INDEX_I64 = 1 } mh_index_type;
 #define MH_FLAG_WINDOW 4u  /* window_left and window_right are used */
 
 /* Bits of mh_problem.inputs: which optional inputs mh_tensors carries. */
-#define MH_INPUT_MASK 1u        /* boolean, true (any non-zero byte) = may attend */
-#define MH_INPUT_BIAS 2u        /* added to the scores; -inf = may not attend */
-#define MH_INPUT_KEY_MASK 4u    /* boolean per batch entry and key, true = a real key */
-#define MH_INPUT_SEQUSED_K 8u   /* keys in use per batch entry; later ones are not looked at */
-#define MH_INPUT_Q_OFFSET 16u   /* an offset per batch entry (align is MH_ALIGN_OFFSET) */
-#define MH_INPUT_ALIBI 32u      /* slopes */
-#define MH_INPUT_SINKS 64u      /* one more logit per query head, in the softmax denominator only */
+#define MH_INPUT_MASK 1u      /* boolean, true (any non-zero byte) = may attend */
+#define MH_INPUT_BIAS 2u      /* added to the scores; -inf = may not attend */
+#define MH_INPUT_KEY_MASK 4u  /* boolean per batch entry and key, true = a real key */
+#define MH_INPUT_SEQUSED_K 8u /* keys in use per batch entry; later ones are not looked at */
+#define MH_INPUT_Q_OFFSET 16u /* an offset per batch entry (align is MH_ALIGN_OFFSET) */
+#define MH_INPUT_ALIBI 32u    /* slopes */
+#define MH_INPUT_SINKS 64u    /* one more logit per query head, in the softmax denominator only */
 
 /* Bits of mh_problem.outputs: which optional outputs mh_tensors carries. */
 #define MH_OUTPUT_LSE 1u          /* log of the softmax denominator, sink included */
@@ -153,32 +153,32 @@ typedef struct mh_problem {
   int64_t q_len;
   int64_t kv_len;
   int64_t head_dim;
-  int64_t v_dim;  /* 0 = head_dim */
-  int32_t dtype;  /* mh_dtype of q, k, v and out */
-  uint32_t flags; /* MH_FLAG_* */
-  uint32_t inputs;  /* MH_INPUT_* */
-  uint32_t outputs; /* MH_OUTPUT_* */
+  int64_t v_dim;          /* 0 = head_dim */
+  int32_t dtype;          /* mh_dtype of q, k, v and out */
+  uint32_t flags;         /* MH_FLAG_* */
+  uint32_t inputs;        /* MH_INPUT_* */
+  uint32_t outputs;       /* MH_OUTPUT_* */
   int64_t q_strides[4];   /* [batch, heads, q_len, head_dim] */
   int64_t k_strides[4];   /* [batch, kv_heads, kv_len, head_dim] */
   int64_t v_strides[4];   /* [batch, kv_heads, kv_len, v_dim] */
   int64_t out_strides[4]; /* [batch, heads, q_len, v_dim] */
   double scale;
-  double softcap; /* cap * tanh(score / cap), before every mask and bias; 0 = off, else > 0 */
-  int32_t causal; /* 1: a row attends keys j <= p only */
-  int32_t align;  /* mh_align */
-  int64_t q_offset;     /* with MH_ALIGN_OFFSET and without MH_INPUT_Q_OFFSET */
-  int64_t window_left;  /* keys j >= p - window_left; -1 = no bound. Needs MH_FLAG_WINDOW */
-  int64_t window_right; /* keys j <= p + window_right; -1 = no bound */
-  int32_t alibi_mode;   /* mh_alibi_mode */
-  int32_t lse_base;     /* mh_lse_base of the lse output */
-  int32_t scores_stage; /* mh_score_stage */
-  int32_t bias_dtype;   /* mh_dtype of bias */
-  int32_t index_type;   /* mh_index_type of seqused_k and q_offset */
-  int32_t reserved0;    /* 0 */
-  int64_t mask_strides[4];     /* [batch, heads, q_len, kv_len] in bytes = elements; 0 broadcasts. Four zeros: contiguous */
-  int64_t bias_strides[4];     /* [batch, heads, q_len, kv_len] */
-  int64_t key_mask_strides[2]; /* [batch, kv_len] */
-  int64_t alibi_batch_stride;  /* slopes are [heads]: 0, or [batch, heads]: heads */
+  double softcap;          /* cap * tanh(score / cap), before every mask and bias; 0 = off, else > 0 */
+  int32_t causal;          /* 1: a row attends keys j <= p only */
+  int32_t align;           /* mh_align */
+  int64_t q_offset;        /* with MH_ALIGN_OFFSET and without MH_INPUT_Q_OFFSET */
+  int64_t window_left;     /* keys j >= p - window_left; -1 = no bound. Needs MH_FLAG_WINDOW */
+  int64_t window_right;    /* keys j <= p + window_right; -1 = no bound */
+  int32_t alibi_mode;      /* mh_alibi_mode */
+  int32_t lse_base;        /* mh_lse_base of the lse output */
+  int32_t scores_stage;    /* mh_score_stage */
+  int32_t bias_dtype;      /* mh_dtype of bias */
+  int32_t index_type;      /* mh_index_type of seqused_k and q_offset */
+  int32_t reserved0;       /* 0 */
+  int64_t mask_strides[4]; /* [batch, heads, q_len, kv_len] in bytes = elements; 0 broadcasts. Four zeros: contiguous */
+  int64_t bias_strides[4]; /* [batch, heads, q_len, kv_len] */
+  int64_t key_mask_strides[2];     /* [batch, kv_len] */
+  int64_t alibi_batch_stride;      /* slopes are [heads]: 0, or [batch, heads]: heads */
   int64_t lse_strides[3];          /* [batch, heads, q_len] */
   int64_t weights_strides[4];      /* [batch, heads, q_len, kv_len] */
   int64_t mean_weights_strides[3]; /* [batch, q_len, kv_len] */
@@ -217,9 +217,10 @@ typedef void (*mh_parallel_for_fn)(void* ctx, int64_t n, mh_task_fn fn, void* ar
 
 typedef struct mh_exec {
   size_t struct_size;
-  int32_t threads;    /* most threads for this call; 0 = mh_threads(), 1 = serial, on the calling thread alone */
-  int32_t reserved0;  /* 0 */
-  mh_parallel_for_fn parallel_for; /* NULL = manyhead's own threads (oneTBB, in the caller's arena where there is one) */
+  int32_t threads;   /* most threads for this call; 0 = mh_threads(), 1 = serial, on the calling thread alone */
+  int32_t reserved0; /* 0 */
+  mh_parallel_for_fn
+      parallel_for; /* NULL = manyhead's own threads (oneTBB, in the caller's arena where there is one) */
   void* parallel_ctx;
   void* workspace;       /* NULL = manyhead's own memory; else 64-byte aligned, for one call at a time */
   size_t workspace_size; /* bytes, at least mh_plan_workspace_size(plan, threads) */
@@ -234,11 +235,12 @@ typedef struct mh_plan mh_plan;
 MH_API mh_status mh_plan_create(const mh_problem* problem, mh_plan** plan);
 MH_API void mh_plan_destroy(mh_plan* plan); /* NULL is fine */
 
-/* Bytes of workspace with which a run on at most `threads` threads (0 = mh_threads()) allocates nothing. 0 if plan is NULL. */
+/* Bytes of workspace with which a run on at most `threads` threads (0 = mh_threads()) allocates nothing. 0 if plan is
+ * NULL. */
 MH_API size_t mh_plan_workspace_size(const mh_plan* plan, int32_t threads);
 
-/* exec may be NULL. Besides wrong pointers, reports lengths and offsets outside their ranges, misaligned pointers, outputs
- * that overlap inputs, and a workspace that is too small. */
+/* exec may be NULL. Besides wrong pointers, reports lengths and offsets outside their ranges, misaligned pointers,
+ * outputs that overlap inputs, and a workspace that is too small. */
 MH_API mh_status mh_plan_run(const mh_plan* plan, const mh_tensors* tensors, const mh_exec* exec);
 
 /* mh_plan_create, mh_plan_run, mh_plan_destroy in one. */
@@ -252,8 +254,8 @@ MH_API mh_status mh_plan_describe(const mh_plan* plan, int32_t format, char* buf
 
 /* ---- Merging partial results ---------------------------------------------------------------------------------- */
 
-/* Combines attention over disjoint sets of keys: lse = log(sum exp(lse_s)), out = sum out_s exp(lse_s - lse). A state with
- * lse -inf counts nothing, whatever its out holds. States are added in the order of their index. */
+/* Combines attention over disjoint sets of keys: lse = log(sum exp(lse_s)), out = sum out_s exp(lse_s - lse). A state
+ * with lse -inf counts nothing, whatever its out holds. States are added in the order of their index. */
 typedef struct mh_merge {
   size_t struct_size;
   int64_t states; /* >= 0; with none the result is out 0, lse -inf */
@@ -274,8 +276,8 @@ typedef struct mh_merge {
 /* outs has dtype, lses and lse are real; lse may be NULL. Outputs may not overlap inputs. */
 MH_API mh_status mh_merge_states(const mh_merge* merge, const void* outs, const void* lses, void* out, void* lse);
 
-/* The same for two states a and b given apart; merge->states is 0 or 2, outs_strides[0] and lses_strides[0] are not used.
- * Here out and lse may be exactly out_a and lse_a with the same strides: state a is then updated in place. */
+/* The same for two states a and b given apart; merge->states is 0 or 2, outs_strides[0] and lses_strides[0] are not
+ * used. Here out and lse may be exactly out_a and lse_a with the same strides: state a is then updated in place. */
 MH_API mh_status mh_merge_state(const mh_merge* merge, const void* out_a, const void* lse_a, const void* out_b,
                                 const void* lse_b, void* out, void* lse);
 
@@ -305,19 +307,19 @@ typedef struct mh_mha_weights {
   const void* w_q;
   const void* w_k;
   const void* w_v;
-  const void* w_o; /* NULL = no output projection: out is the concatenation, out_dim must be 0 or heads * v_dim */
+  const void* w_o;     /* NULL = no output projection: out is the concatenation, out_dim must be 0 or heads * v_dim */
   const void* in_proj; /* instead of w_q, w_k, w_v: the three [out, in] matrices one after another, MH_WEIGHTS_OUT_IN */
   const void* b_q;     /* each bias may be NULL: none. Contiguous */
   const void* b_k;
   const void* b_v;
   const void* b_o;
   const void* in_proj_bias; /* instead of b_q, b_k, b_v */
-  const void* bias_k; /* [kv_heads * head_dim]: one more, learned, key, attended by every row; NULL = none */
-  const void* bias_v; /* [kv_heads * v_dim], with bias_k */
-  int32_t add_zero_attn; /* 1: one more key and value of zeros, attended by every row */
-  uint32_t flags;        /* MH_FLAG_SCALE, MH_FLAG_STRIDES */
-  double scale;          /* as in mh_problem */
-  int64_t w_q_strides[3]; /* [heads, head_dim, in]; so any layout can be given */
+  const void* bias_k;       /* [kv_heads * head_dim]: one more, learned, key, attended by every row; NULL = none */
+  const void* bias_v;       /* [kv_heads * v_dim], with bias_k */
+  int32_t add_zero_attn;    /* 1: one more key and value of zeros, attended by every row */
+  uint32_t flags;           /* MH_FLAG_SCALE, MH_FLAG_STRIDES */
+  double scale;             /* as in mh_problem */
+  int64_t w_q_strides[3];   /* [heads, head_dim, in]; so any layout can be given */
   int64_t w_k_strides[3];
   int64_t w_v_strides[3];
   int64_t w_o_strides[2]; /* [out, in] */
@@ -339,17 +341,17 @@ typedef struct mh_mha_call {
   int32_t causal;
   int32_t align;
   int64_t q_offset;
-  uint32_t flags;      /* MH_FLAG_STRIDES, MH_FLAG_WINDOW */
+  uint32_t flags; /* MH_FLAG_STRIDES, MH_FLAG_WINDOW */
   int32_t bias_dtype;
   int32_t index_type;
   int32_t reserved0;
   int64_t window_left;
   int64_t window_right;
   double softcap;
-  const void* x_q; /* [batch, q_len, embed_dim] */
-  const void* x_k; /* [batch, kv_len, k_embed_dim]; NULL = x_q (self-attention) */
-  const void* x_v; /* [batch, kv_len, v_embed_dim]; NULL = x_k */
-  void* out;       /* [batch, q_len, out_dim] */
+  const void* x_q;         /* [batch, q_len, embed_dim] */
+  const void* x_k;         /* [batch, kv_len, k_embed_dim]; NULL = x_q (self-attention) */
+  const void* x_v;         /* [batch, kv_len, v_embed_dim]; NULL = x_k */
+  void* out;               /* [batch, q_len, out_dim] */
   const uint8_t* mask;     /* [batch, heads, q_len, kv_len], true = may attend; NULL = none */
   const void* bias;        /* [batch, heads, q_len, kv_len] */
   const uint8_t* key_mask; /* [batch, kv_len] */

@@ -1,7 +1,8 @@
-// One task of the tile route: the rows [row_begin, row_end) of one kv head against the keys of one chunk. Key tiles outside, panels
-// inside, so that a tile of K and V is read from memory (or converted) once per task:
+// One task of the tile route: the rows [row_begin, row_end) of one kv head against the keys of one chunk. Key tiles
+// outside, panels inside, so that a tile of K and V is read from memory (or converted) once per task:
 //
-//   pack Q^T of every panel -> for each key tile { for each panel { S^T = K Q^T; passes; softmax; O^T += V^T P^T } } -> divide, store
+//   pack Q^T of every panel -> for each key tile { for each panel { S^T = K Q^T; passes; softmax; O^T += V^T P^T } } ->
+//   divide, store
 #pragma once
 
 #include "panel.hpp"
@@ -43,7 +44,8 @@ struct tile_task {
   }
 
   template <int NV>
-  MH_INLINE void attend(panel<T>& x, const tile_at& t, const T* k, int64_t k_stride, const T* v, int64_t v_stride, bool careful) {
+  MH_INLINE void attend(panel<T>& x, const tile_at& t, const T* k, int64_t k_stride, const T* v, int64_t v_stride,
+                        bool careful) {
     if (scores_of<T, NV>(c, at, x, t, by_rows<T>{k, k_stride}, scratch) == visibility::none) return;
     const softmax_rows<T, NV> rows{x.row_max, x.row_sum, x.out, c.v_dim};
     const T exp_scale = static_cast<T>(c.exp_scale);
@@ -80,20 +82,29 @@ struct tile_task {
     for (int64_t b = begin / c.block_kv * c.block_kv; b < end; b += c.block_kv) {
       const int64_t tile_begin = max_of(b, begin);
       const int64_t tile_end = min_of(b + c.block_kv, end);
-      const T* k = kv_rows<D>(c.k, c.k_strides, task.batch, kv_head, tile_begin, tile_end - tile_begin, c.head_dim, c.copy_kv, scratch.k_copy);
-      const T* v = kv_rows<D>(c.v, c.v_strides, task.batch, kv_head, tile_begin, tile_end - tile_begin, c.v_dim, c.copy_kv, scratch.v_copy);
+      const T* k = kv_rows<D>(c.k, c.k_strides, task.batch, kv_head, tile_begin, tile_end - tile_begin, c.head_dim,
+                              c.copy_kv, scratch.k_copy);
+      const T* v = kv_rows<D>(c.v, c.v_strides, task.batch, kv_head, tile_begin, tile_end - tile_begin, c.v_dim,
+                              c.copy_kv, scratch.v_copy);
       const int64_t k_stride = c.copy_kv ? c.head_dim : c.k_strides[2];
       const int64_t v_stride = c.copy_kv ? c.v_dim : c.v_strides[2];
       for (int64_t i = first; i < last; ++i) {
         panel<T>& x = p[i];
-        const tile_at t{task.batch, kv_head, x.row, x.count, max_of(tile_begin, x.clip.begin), min_of(tile_end, x.clip.end)};
+        const tile_at t{
+            task.batch, kv_head, x.row, x.count, max_of(tile_begin, x.clip.begin), min_of(tile_end, x.clip.end)};
         if (t.keys() <= 0) continue;
         const T* kt = k + (t.begin - tile_begin) * k_stride;
         const T* vt = v + (t.begin - tile_begin) * v_stride;
         switch (x.vectors) {
-          case 1: attend<1>(x, t, kt, k_stride, vt, v_stride, careful); break;
-          case 2: attend<2>(x, t, kt, k_stride, vt, v_stride, careful); break;
-          default: attend<max_panel_vectors>(x, t, kt, k_stride, vt, v_stride, careful); break;
+          case 1:
+            attend<1>(x, t, kt, k_stride, vt, v_stride, careful);
+            break;
+          case 2:
+            attend<2>(x, t, kt, k_stride, vt, v_stride, careful);
+            break;
+          default:
+            attend<max_panel_vectors>(x, t, kt, k_stride, vt, v_stride, careful);
+            break;
         }
       }
     }
@@ -110,7 +121,8 @@ struct tile_task {
         if (l0 + l >= x.count) continue;
         const int64_t r = x.row + l0 + l;
         const int64_t head = kv_head * c.group + r % c.group;
-        const row_end e = finish_row(x.row_max[l0 + l], x.row_sum[l0 + l], c.exp_scale, sink_of<T>(c, head, task.chunk), wants_lse(c));
+        const row_end e = finish_row(x.row_max[l0 + l], x.row_sum[l0 + l], c.exp_scale, sink_of<T>(c, head, task.chunk),
+                                     wants_lse(c));
         factor[l] = static_cast<T>(e.factor * undo);
         if (wants_lse(c)) write_lse<T>(c, task.batch, head, r / c.group, task.chunk, e.lse);
       }
@@ -119,7 +131,8 @@ struct tile_task {
         const int64_t n = min_of(w, c.v_dim - d0);
         vec<T> x0[w];
         for (int64_t i = 0; i < w; ++i) {
-          const vec<T> sum = x.started && i < n ? vec<T>::load_aligned(x.out + (d0 + i) * x.width() + l0) : vec<T>(T(0));
+          const vec<T> sum =
+              x.started && i < n ? vec<T>::load_aligned(x.out + (d0 + i) * x.width() + l0) : vec<T>(T(0));
           x0[i] = sum * factors;
           not_finite = xsimd::fma(x0[i], vec<T>(T(0)), not_finite);
         }
@@ -135,8 +148,8 @@ struct tile_task {
 
   void run() {
     attend_all(0, panels, false);
-    // NaN or inf in a value that some row of the tile may not attend, or sums that ran over the largest float, show here, and only then
-    // is the panel done again with care. A result that really is not finite comes out the same.
+    // NaN or inf in a value that some row of the tile may not attend, or sums that ran over the largest float, show
+    // here, and only then is the panel done again with care. A result that really is not finite comes out the same.
     for (int64_t i = 0; i < panels; ++i) {
       if (finish(p[i], false)) continue;
       attend_all(i, i + 1, true);

@@ -1,10 +1,11 @@
-// The route for few rows (a decode step: query heads of a group times a few new tokens). Bound by reading K and V: each tile is
-// read once for all rows. Lanes over dims for both products, lanes over keys for everything between:
+// The route for few rows (a decode step: query heads of a group times a few new tokens). Bound by reading K and V: each
+// tile is read once for all rows. Lanes over dims for both products, lanes over keys for everything between:
 //
-//   S[row][key] = reduce(sum over dim vectors of K[key] * q[row])     W keys at a time: W accumulators, one load each an FMA
-//   O[row] += P[row][key] * V[key]                                    up to 4 rows x 4 vectors of accumulators
+//   S[row][key] = reduce(sum over dim vectors of K[key] * q[row])     W keys at a time: W accumulators, one load each
+//   an FMA O[row] += P[row][key] * V[key]                                    up to 4 rows x 4 vectors of accumulators
 //
-// Rows of K and V must be whole vectors: other head sizes come here through the copy (kernel_call.copy_kv), padded with zeros.
+// Rows of K and V must be whole vectors: other head sizes come here through the copy (kernel_call.copy_kv), padded with
+// zeros.
 #pragma once
 
 #include "panel.hpp"
@@ -67,7 +68,8 @@ struct decode_task {
     carve(from, rows);
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t row = task.row_begin + r;
-      const auto* p = static_cast<const typename D::storage*>(c.q) + task.batch * c.q_strides[0] + (kv_head * c.group + row % c.group) * c.q_strides[1] + row / c.group * c.q_strides[2];
+      const auto* p = static_cast<const typename D::storage*>(c.q) + task.batch * c.q_strides[0] +
+                      (kv_head * c.group + row % c.group) * c.q_strides[1] + row / c.group * c.q_strides[2];
       T* to = q + r * k_dim;
       widen_row<D>(p, c.q_strides[3], c.head_dim, to);
       for (int64_t d = c.head_dim; d < k_dim; ++d) to[d] = T(0);
@@ -76,7 +78,8 @@ struct decode_task {
   }
 
   // Rows of K or V as whole vectors.
-  MH_INLINE const T* rows_of(const void* base, const int64_t* strides, int64_t begin, int64_t keys, int64_t dim, int64_t padded, T* copy) {
+  MH_INLINE const T* rows_of(const void* base, const int64_t* strides, int64_t begin, int64_t keys, int64_t dim,
+                             int64_t padded, T* copy) {
     using S = typename D::storage;
     const S* from = static_cast<const S*>(base) + task.batch * strides[0] + kv_head * strides[1] + begin * strides[2];
     if (!c.copy_kv) return reinterpret_cast<const T*>(from);
@@ -147,8 +150,10 @@ struct decode_task {
   template <bool Careful, int R>
   MH_INLINE void add_rows(int64_t r, const T* v, int64_t stride, int64_t keys) {
     int64_t d = 0;
-    for (; d + 4 * w <= v_dim; d += 4 * w) add_values<Careful, R, 4>(v + d, stride, keys, scores + r * width, out + r * v_dim + d);
-    for (; d + w <= v_dim; d += w) add_values<Careful, R, 1>(v + d, stride, keys, scores + r * width, out + r * v_dim + d);
+    for (; d + 4 * w <= v_dim; d += 4 * w)
+      add_values<Careful, R, 4>(v + d, stride, keys, scores + r * width, out + r * v_dim + d);
+    for (; d + w <= v_dim; d += w)
+      add_values<Careful, R, 1>(v + d, stride, keys, scores + r * width, out + r * v_dim + d);
   }
 
   template <bool Careful>
@@ -182,7 +187,8 @@ struct decode_task {
       const vec<T> score = load(s + k);
       vec<T> p = exp2_of<T>((score - max_now) * scale);
       sum = sum + p;
-      if constexpr (Careful) p = xsimd::select(score == vec<T>(-infinity<T>), vec<T>(T(-0.0)), p * vec<T>(careful_factor));
+      if constexpr (Careful)
+        p = xsimd::select(score == vec<T>(-infinity<T>), vec<T>(T(-0.0)), p * vec<T>(careful_factor));
       store<T>(s + k, p);
     }
     row_sum[r] += xsimd::reduce_add(sum);

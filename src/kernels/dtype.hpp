@@ -1,5 +1,5 @@
-// One trait per storage type: how it lies in memory and how it becomes the arithmetic type `real` and back. Kernels compute in
-// `real` and never name a storage type; widening is exact, narrowing rounds to nearest even.
+// One trait per storage type: how it lies in memory and how it becomes the arithmetic type `real` and back. Kernels
+// compute in `real` and never name a storage type; widening is exact, narrowing rounds to nearest even.
 #pragma once
 
 #include "kernel_api.hpp"
@@ -42,8 +42,8 @@ struct bf16 {
 struct f16 {
   using storage = uint16_t;
   using real = float;
-  // Shifting the half's bits left by 13 puts exponent and mantissa in place with a bias that is 112 too low; multiplying by
-  // 2^112 mends it, denormals included.
+  // Shifting the half's bits left by 13 puts exponent and mantissa in place with a bias that is 112 too low;
+  // multiplying by 2^112 mends it, denormals included.
   static MH_INLINE float widen(uint16_t x) {
     const uint32_t magnitude = static_cast<uint32_t>(x & 0x7fffU) << 13;
     float f;
@@ -128,10 +128,18 @@ MH_INLINE void widen_any(int32_t dtype, const void* base, int64_t offset, int64_
   for (int64_t i = 0; i < n; ++i) {
     const int64_t at = offset + i * stride;
     switch (dtype) {
-      case MH_DTYPE_F32: to[i] = static_cast<T>(static_cast<const float*>(base)[at]); break;
-      case MH_DTYPE_F64: to[i] = static_cast<T>(static_cast<const double*>(base)[at]); break;
-      case MH_DTYPE_BF16: to[i] = static_cast<T>(bf16::widen(static_cast<const uint16_t*>(base)[at])); break;
-      default: to[i] = static_cast<T>(f16::widen(static_cast<const uint16_t*>(base)[at])); break;
+      case MH_DTYPE_F32:
+        to[i] = static_cast<T>(static_cast<const float*>(base)[at]);
+        break;
+      case MH_DTYPE_F64:
+        to[i] = static_cast<T>(static_cast<const double*>(base)[at]);
+        break;
+      case MH_DTYPE_BF16:
+        to[i] = static_cast<T>(bf16::widen(static_cast<const uint16_t*>(base)[at]));
+        break;
+      default:
+        to[i] = static_cast<T>(f16::widen(static_cast<const uint16_t*>(base)[at]));
+        break;
     }
   }
 }

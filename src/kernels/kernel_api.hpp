@@ -1,13 +1,14 @@
-// The seam between the portable core and the ISA code: plain data and function pointers, nothing else. It is compiled into
-// objects with different instruction sets, so it must hold no functions, no std types, no inline code.
+// The seam between the portable core and the ISA code: plain data and function pointers, nothing else. It is compiled
+// into objects with different instruction sets, so it must hold no functions, no std types, no inline code.
 #pragma once
 
 #include "manyhead/manyhead.h"
 
 namespace manyhead {
 
-// Rows: the `group` query heads that share a kv head, times q_len, are one list of rows: row r is query i = r / group of head
-// kv_head * group + r % group. So a panel of neighbouring rows has neighbouring positions, and reads K and V once for the whole group.
+// Rows: the `group` query heads that share a kv head, times q_len, are one list of rows: row r is query i = r / group
+// of head kv_head * group + r % group. So a panel of neighbouring rows has neighbouring positions, and reads K and V
+// once for the whole group.
 
 // What all tasks of one call share. Strides in elements; dimension order as in manyhead.h.
 struct kernel_call {
@@ -21,8 +22,9 @@ struct kernel_call {
   void* out;
   int64_t q_strides[4], k_strides[4], v_strides[4], out_strides[4];
 
-  // Scores are computed in units in which the softmax is exp2((s - max) * exp_scale): either q_scale = scale * log2(e) and
-  // exp_scale = 1, or, where something is added to or done with the natural scores, q_scale = scale and exp_scale = log2(e).
+  // Scores are computed in units in which the softmax is exp2((s - max) * exp_scale): either q_scale = scale * log2(e)
+  // and exp_scale = 1, or, where something is added to or done with the natural scores, q_scale = scale and exp_scale =
+  // log2(e).
   double q_scale;
   double exp_scale;
 

@@ -20,24 +20,28 @@ int64_t scratch_bytes(const kernel_call* c, int64_t block_q) {
 
 template <class D, class Real>
 constexpr dtype_kernels kernels_of() {
-  return {{attention_tile<D>, attention_decode<D>}, attention_weights<D>, merge_rows<D, D>, merge_rows<Real, D>, scratch_bytes<D>};
+  return {{attention_tile<D>, attention_decode<D>},
+          attention_weights<D>,
+          merge_rows<D, D>,
+          merge_rows<Real, D>,
+          scratch_bytes<D>};
 }
 
 #define MH_TEXT_(x) #x
 #define MH_TEXT(x) MH_TEXT_(x)
 
-// Up to half a vector of rows the decode route wins: it reads K with whole vectors where a panel would use row / lanes of each.
-constexpr kernel_table table = {
-    MH_TEXT(MH_ISA),
-    static_cast<int32_t>(lanes<float>),
-    {static_cast<int32_t>(panel_width<float>), static_cast<int32_t>(panel_width<double>)},
-    {static_cast<int32_t>(lanes<float> / 2), static_cast<int32_t>(lanes<double> / 2)},
-    4,
-    {
+// Up to half a vector of rows the decode route wins: it reads K with whole vectors where a panel would use row / lanes
+// of each.
+constexpr kernel_table table = {MH_TEXT(MH_ISA),
+                                static_cast<int32_t>(lanes<float>),
+                                {static_cast<int32_t>(panel_width<float>), static_cast<int32_t>(panel_width<double>)},
+                                {static_cast<int32_t>(lanes<float> / 2), static_cast<int32_t>(lanes<double> / 2)},
+                                4,
+                                {
 #define MH_DTYPE_ROW(enumerator, trait, real) kernels_of<trait, real>(),
 #include "instances.inc"
 #undef MH_DTYPE_ROW
-    }};
+                                }};
 
 #define MH_DTYPE_ROW(enumerator, trait, real) +1
 static_assert(0

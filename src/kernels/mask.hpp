@@ -1,6 +1,6 @@
-// Which keys a row may attend. Positions (lengths, causal, window) give each row an interval of keys; boolean masks give bits.
-// A tile of keys is classified from the intervals alone into skip, full or partial; for a partial tile all restrictions are joined
-// into one bit per (row, key), and applied by one pass. Full tiles run no mask code.
+// Which keys a row may attend. Positions (lengths, causal, window) give each row an interval of keys; boolean masks
+// give bits. A tile of keys is classified from the intervals alone into skip, full or partial; for a partial tile all
+// restrictions are joined into one bit per (row, key), and applied by one pass. Full tiles run no mask code.
 #pragma once
 
 #include "kernel_api.hpp"
@@ -29,9 +29,14 @@ MH_INLINE positions positions_of(const kernel_call& c, int64_t batch) {
   positions p;
   p.used = c.seqused_k != nullptr ? index_at(c.seqused_k, c.index_type, batch) : c.kv_len - c.extra_keys;
   switch (c.align) {
-    case MH_ALIGN_BOTTOM_RIGHT: p.offset = p.used - c.q_len; break;
-    case MH_ALIGN_OFFSET: p.offset = c.q_offsets != nullptr ? index_at(c.q_offsets, c.index_type, batch) : c.q_offset; break;
-    default: p.offset = 0;
+    case MH_ALIGN_BOTTOM_RIGHT:
+      p.offset = p.used - c.q_len;
+      break;
+    case MH_ALIGN_OFFSET:
+      p.offset = c.q_offsets != nullptr ? index_at(c.q_offsets, c.index_type, batch) : c.q_offset;
+      break;
+    default:
+      p.offset = 0;
   }
   return p;
 }
@@ -56,8 +61,8 @@ MH_INLINE uint32_t bit_range(int64_t begin, int64_t end) {
 
 enum class visibility { none, some, all };
 
-// Fills words[word * width + lane] for the rows [row, row + count) of a kv head against keys [begin, end). Lanes count..width-1
-// (padding) see everything. Says whether the rows see none, some or all of the tile.
+// Fills words[word * width + lane] for the rows [row, row + count) of a kv head against keys [begin, end). Lanes
+// count..width-1 (padding) see everything. Says whether the rows see none, some or all of the tile.
 template <class T>
 MH_INLINE visibility see_tile(const kernel_call& c, const positions& at, int64_t batch, int64_t kv_head, int64_t row,
                               int64_t count, int64_t width, int64_t begin, int64_t end, bits<T>* words) {
@@ -71,7 +76,8 @@ MH_INLINE visibility see_tile(const kernel_call& c, const positions& at, int64_t
     const int64_t masked = min_of(n, ordinary_keys - first);  // keys of this word that masks speak of, may be <= 0
     uint32_t shared = full;
     if (c.key_mask != nullptr && masked > 0) {
-      shared = nonzero_bytes(c.key_mask + batch * c.key_mask_strides[0] + first * c.key_mask_strides[1], c.key_mask_strides[1], masked);
+      shared = nonzero_bytes(c.key_mask + batch * c.key_mask_strides[0] + first * c.key_mask_strides[1],
+                             c.key_mask_strides[1], masked);
     }
     int64_t last_query = -1;
     const uint8_t* last_mask = nullptr;
@@ -88,7 +94,8 @@ MH_INLINE visibility see_tile(const kernel_call& c, const positions& at, int64_t
         }
         if (c.mask != nullptr && masked > 0) {
           const int64_t head = kv_head * c.group + (row + lane) % c.group;
-          const uint8_t* m = c.mask + batch * c.mask_strides[0] + head * c.mask_strides[1] + query * c.mask_strides[2] + first * c.mask_strides[3];
+          const uint8_t* m = c.mask + batch * c.mask_strides[0] + head * c.mask_strides[1] + query * c.mask_strides[2] +
+                             first * c.mask_strides[3];
           if (m != last_mask) in_mask = nonzero_bytes(m, c.mask_strides[3], masked);
           last_mask = m;
         }

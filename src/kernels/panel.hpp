@@ -1,5 +1,5 @@
-// A panel: up to three vectors of neighbouring rows, Q^T packed and scaled, their state, and the ways in and out of it. Shared by the
-// first pass (attention_tile.hpp) and the second (weights.hpp).
+// A panel: up to three vectors of neighbouring rows, Q^T packed and scaled, their state, and the ways in and out of it.
+// Shared by the first pass (attention_tile.hpp) and the second (weights.hpp).
 #pragma once
 
 #include "product.hpp"
@@ -10,9 +10,10 @@ namespace manyhead::MH_ISA {
 namespace {
 
 template <class T>
-inline constexpr int64_t panel_width = max_panel_vectors* lanes<T>;
+inline constexpr int64_t panel_width = max_panel_vectors * lanes<T>;
 
-// How many vectors wide the next panel is when `rows` are left: the widest, but four vectors are halved (2 + 2 runs faster than 3 + 1).
+// How many vectors wide the next panel is when `rows` are left: the widest, but four vectors are halved (2 + 2 runs
+// faster than 3 + 1).
 template <class T>
 MH_INLINE int panel_vectors(int64_t rows) {
   const int64_t vectors = (rows + lanes<T> - 1) / lanes<T>;
@@ -37,11 +38,11 @@ struct panel {
 // What panels share while a tile is worked on.
 template <class T>
 struct tile_scratch {
-  T* scores;      // [block_kv][panel_width]
-  T* tile_max;    // [panel_width]
+  T* scores;       // [block_kv][panel_width]
+  T* tile_max;     // [panel_width]
   bits<T>* words;  // [block_kv / word_keys + 1][panel_width]
-  T* k_copy;      // [block_kv][head_dim], with copy_kv
-  T* v_copy;      // [block_kv][v_dim]
+  T* k_copy;       // [block_kv][head_dim], with copy_kv
+  T* v_copy;       // [block_kv][v_dim]
 };
 
 // Hands out 64-byte aligned pieces of a task's scratch; with base = nullptr it only adds up.
@@ -79,7 +80,8 @@ MH_INLINE panel<T> carve_panel(carver& from, const kernel_call& c, bool with_out
 
 // Q^T, times q_scale; lanes behind the last row are 0.
 template <class D>
-__attribute__((noinline)) void pack_q(const kernel_call& c, int64_t batch, int64_t kv_head, const panel<typename D::real>& p) {
+__attribute__((noinline)) void pack_q(const kernel_call& c, int64_t batch, int64_t kv_head,
+                                      const panel<typename D::real>& p) {
   using T = typename D::real;
   constexpr int64_t w = lanes<T>;
   const vec<T> scale(static_cast<T>(c.q_scale));
@@ -93,7 +95,8 @@ __attribute__((noinline)) void pack_q(const kernel_call& c, int64_t batch, int64
         const int64_t r = p.row + l0 + l;
         rows[l] = vec<T>(T(0));
         if (l0 + l >= p.count) continue;
-        const auto* from = q + batch * c.q_strides[0] + (kv_head * c.group + r % c.group) * c.q_strides[1] + r / c.group * c.q_strides[2] + d0 * c.q_strides[3];
+        const auto* from = q + batch * c.q_strides[0] + (kv_head * c.group + r % c.group) * c.q_strides[1] +
+                           r / c.group * c.q_strides[2] + d0 * c.q_strides[3];
         if constexpr (sizeof(typename D::storage) == sizeof(T)) {
           if (n == w && c.q_strides[3] == 1) {
             rows[l] = load(reinterpret_cast<const T*>(from)) * scale;
@@ -125,8 +128,9 @@ MH_INLINE void place_panel(const kernel_call& c, const positions& at, int64_t ro
 
 // Rows of K or V for a tile: in place, or copied to `copy` as contiguous T.
 template <class D>
-MH_INLINE const typename D::real* kv_rows(const void* base, const int64_t* strides, int64_t batch, int64_t kv_head, int64_t begin,
-                                          int64_t keys, int64_t dim, bool copied, typename D::real* copy) {
+MH_INLINE const typename D::real* kv_rows(const void* base, const int64_t* strides, int64_t batch, int64_t kv_head,
+                                          int64_t begin, int64_t keys, int64_t dim, bool copied,
+                                          typename D::real* copy) {
   using S = typename D::storage;
   const S* from = static_cast<const S*>(base) + batch * strides[0] + kv_head * strides[1] + begin * strides[2];
   if (!copied) return reinterpret_cast<const typename D::real*>(from);
@@ -134,9 +138,11 @@ MH_INLINE const typename D::real* kv_rows(const void* base, const int64_t* strid
   return copy;
 }
 
-// S^T of a tile with everything that changes scores, and its column maxima. `none`: no row attends any of the keys; nothing is written.
+// S^T of a tile with everything that changes scores, and its column maxima. `none`: no row attends any of the keys;
+// nothing is written.
 template <class T, int NV>
-MH_INLINE visibility scores_of(const kernel_call& c, const positions& at, const panel<T>& p, const tile_at& t, by_rows<T> k, const tile_scratch<T>& scratch) {
+MH_INLINE visibility scores_of(const kernel_call& c, const positions& at, const panel<T>& p, const tile_at& t,
+                               by_rows<T> k, const tile_scratch<T>& scratch) {
   constexpr int64_t w = lanes<T>;
   constexpr int64_t width = NV * w;
   visibility see = visibility::all;
@@ -174,7 +180,8 @@ MH_INLINE int64_t row_index(const kernel_call& c, int64_t batch, int64_t head, i
 
 template <class T>
 MH_INLINE double sink_of(const kernel_call& c, int64_t head, int64_t chunk) {
-  return c.sinks != nullptr && chunk == 0 ? static_cast<double>(static_cast<const T*>(c.sinks)[head]) : -__builtin_inf();
+  return c.sinks != nullptr && chunk == 0 ? static_cast<double>(static_cast<const T*>(c.sinks)[head])
+                                          : -__builtin_inf();
 }
 
 MH_INLINE bool wants_lse(const kernel_call& c) { return c.lse != nullptr || c.row_lse != nullptr || c.chunks > 1; }
@@ -197,17 +204,20 @@ MH_INLINE void write_lse(const kernel_call& c, int64_t batch, int64_t head, int6
 
 // n values of a finished row, from dim d on: to out, or to the partial results of a split.
 template <class D>
-MH_INLINE void write_values(const kernel_call& c, int64_t batch, int64_t head, int64_t query, int64_t chunk, int64_t d, int64_t n, vec<typename D::real> x) {
+MH_INLINE void write_values(const kernel_call& c, int64_t batch, int64_t head, int64_t query, int64_t chunk, int64_t d,
+                            int64_t n, vec<typename D::real> x) {
   using T = typename D::real;
   alignas(64) T buffer[lanes<T>];
   if (c.chunks > 1) {
-    T* to = static_cast<T*>(c.partial_out) + (chunk * c.batch * c.heads * c.q_len + row_index(c, batch, head, query)) * c.v_dim + d;
+    T* to = static_cast<T*>(c.partial_out) +
+            (chunk * c.batch * c.heads * c.q_len + row_index(c, batch, head, query)) * c.v_dim + d;
     if (n == lanes<T>) return store<T>(to, x);
     x.store_aligned(buffer);
     for (int64_t i = 0; i < n; ++i) to[i] = buffer[i];
     return;
   }
-  auto* to = static_cast<typename D::storage*>(c.out) + batch * c.out_strides[0] + head * c.out_strides[1] + query * c.out_strides[2] + d * c.out_strides[3];
+  auto* to = static_cast<typename D::storage*>(c.out) + batch * c.out_strides[0] + head * c.out_strides[1] +
+             query * c.out_strides[2] + d * c.out_strides[3];
   if constexpr (sizeof(typename D::storage) == sizeof(T)) {
     if (n == lanes<T> && c.out_strides[3] == 1) return store<T>(reinterpret_cast<T*>(to), x);
   }

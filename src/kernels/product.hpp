@@ -3,14 +3,15 @@
 //   S^T[key][row] = sum over dims of K[key][dim] * Q^T[dim][row]        A = K, read by rows
 //   O^T[dim][row] = sum over keys of V[key][dim] * P^T[key][row]        A = V, read by columns
 //
-// C[m][.] = sum_k A(m, k) * B[k][.]: A is read in place, one broadcast load an element, so neither K nor V is packed and no
-// length needs a masked load; B and C are panels, NV vectors wide.
+// C[m][.] = sum_k A(m, k) * B[k][.]: A is read in place, one broadcast load an element, so neither K nor V is packed
+// and no length needs a masked load; B and C are panels, NV vectors wide.
 //
 // Register budget, M x NV accumulators + NV of B + 1 broadcast:
 //   AVX-512, NEON (32 registers): 8x3 = 24 + 3 + 1 = 28; narrower panels 12x2 = 27, 16x1 = 18
-//   AVX2, SSE2 (16 registers):    6x2 = 12 + 2 + 1 = 15; narrower panel 8x1 = 10   (4x3 = 16 fits too, but clang spills it)
-// Loads per step M + NV against M * NV FMAs: 11:24 and 8:12, so that the FMA units are the bound at two loads a cycle. Every output is summed
-// over k in order, whatever M and NV: tails and panel widths do not change bits.
+//   AVX2, SSE2 (16 registers):    6x2 = 12 + 2 + 1 = 15; narrower panel 8x1 = 10   (4x3 = 16 fits too, but clang spills
+//   it)
+// Loads per step M + NV against M * NV FMAs: 11:24 and 8:12, so that the FMA units are the bound at two loads a cycle.
+// Every output is summed over k in order, whatever M and NV: tails and panel widths do not change bits.
 #pragma once
 
 #include "simd.hpp"
@@ -21,7 +22,9 @@ namespace {
 #if defined(__AVX512F__) || defined(__aarch64__) || XSIMD_WITH_EMULATED
 inline constexpr int max_panel_vectors = 3;
 template <int NV>
-inline constexpr int tile_rows = NV == 3 ? 8 : NV == 2 ? 12 : 16;
+inline constexpr int tile_rows = NV == 3   ? 8
+                                 : NV == 2 ? 12
+                                           : 16;
 #else
 inline constexpr int max_panel_vectors = 2;
 template <int NV>
@@ -50,7 +53,8 @@ enum class product_mode {
   set,         // C = A B
   set_max,     // C = A B, and column_max = max(column_max, rows of C)
   add,         // C += A B, summed apart first: a long sum grows by one addition a tile, not one a key
-  add_signed,  // as add, but a B of negative sign (-0 marks a slot that may not be attended) is not multiplied: no 0 * NaN
+  add_signed,  // as add, but a B of negative sign (-0 marks a slot that may not be attended) is not multiplied: no 0 *
+               // NaN
 };
 
 template <product_mode Mode, int M, int NV, class T, class A>
@@ -74,7 +78,8 @@ MH_INLINE void product_tile(A a, const T* b, int64_t depth, T* c, T* column_max)
 #pragma GCC unroll 4
       for (int v = 0; v < NV; ++v) {
         if constexpr (Mode == product_mode::add_signed) {
-          const auto masked = xsimd::bitwise_cast<bits<T>>(bk[v]) >= xsimd::batch<bits<T>, MH_ARCH>(bits<T>(1) << (8 * sizeof(T) - 1));
+          const auto masked =
+              xsimd::bitwise_cast<bits<T>>(bk[v]) >= xsimd::batch<bits<T>, MH_ARCH>(bits<T>(1) << (8 * sizeof(T) - 1));
           acc[m][v] = xsimd::select(xsimd::batch_bool_cast<T>(masked), acc[m][v], xsimd::fma(am, bk[v], acc[m][v]));
         } else {
           acc[m][v] = xsimd::fma(am, bk[v], acc[m][v]);
@@ -89,7 +94,8 @@ MH_INLINE void product_tile(A a, const T* b, int64_t depth, T* c, T* column_max)
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
       T* to = c + m * width + v * w;
-      if constexpr (Mode == product_mode::add || Mode == product_mode::add_signed) acc[m][v] = acc[m][v] + B::load_aligned(to);
+      if constexpr (Mode == product_mode::add || Mode == product_mode::add_signed)
+        acc[m][v] = acc[m][v] + B::load_aligned(to);
       if constexpr (Mode == product_mode::set_max) top = xsimd::max(top, acc[m][v]);
       acc[m][v].store_aligned(to);
     }
@@ -103,7 +109,9 @@ MH_INLINE void product_tiles(A a, const T* b, int64_t rows, int64_t depth, T* c,
   int64_t m = 0;
   for (; m + M <= rows; m += M) product_tile<Mode, M, NV>(a.from(m), b, depth, c + m * NV * lanes<T>, column_max);
   if constexpr (M > 1) {
-    if (m < rows) product_tiles<Mode, (M == 12 || M == 6 ? M / 3 * 2 : M / 2), NV>(a.from(m), b, rows - m, depth, c + m * NV * lanes<T>, column_max);
+    if (m < rows)
+      product_tiles<Mode, (M == 12 || M == 6 ? M / 3 * 2 : M / 2), NV>(a.from(m), b, rows - m, depth,
+                                                                       c + m * NV * lanes<T>, column_max);
   }
 }
 

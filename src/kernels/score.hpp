@@ -1,5 +1,5 @@
-// Passes over a tile of scores while it is in L1: softcap, ALiBi, bias, visibility. Each is applied where the problem asks for it,
-// in this order, on natural scores (kernel_api.hpp: exp_scale). A tile is either
+// Passes over a tile of scores while it is in L1: softcap, ALiBi, bias, visibility. Each is applied where the problem
+// asks for it, in this order, on natural scores (kernel_api.hpp: exp_scale). A tile is either
 //   transposed: s[key * width + lane], lanes over rows (tile route), or
 //   row-major:  s[lane * width + key], lanes over keys (decode route).
 #pragma once
@@ -13,12 +13,14 @@ namespace {
 // The rows of a tile, and its keys.
 struct tile_at {
   int64_t batch, kv_head;
-  int64_t row;    // first row
-  int64_t count;  // rows that exist
+  int64_t row;         // first row
+  int64_t count;       // rows that exist
   int64_t begin, end;  // keys
   MH_INLINE int64_t keys() const { return end - begin; }
   MH_INLINE int64_t query(const kernel_call& c, int64_t lane) const { return (row + lane) / c.group; }
-  MH_INLINE int64_t head(const kernel_call& c, int64_t lane) const { return kv_head * c.group + (row + lane) % c.group; }
+  MH_INLINE int64_t head(const kernel_call& c, int64_t lane) const {
+    return kv_head * c.group + (row + lane) % c.group;
+  }
 };
 
 MH_INLINE bool has_score_passes(const kernel_call& c) {
@@ -45,7 +47,8 @@ MH_INLINE vec<T> alibi_of(vec<T> s, vec<T> slope, vec<T> distance, bool is_signe
 }
 
 template <class T>
-__attribute__((noinline)) void alibi_pass_transposed(const kernel_call& c, const positions& at, const tile_at& t, int64_t width, T* s) {
+__attribute__((noinline)) void alibi_pass_transposed(const kernel_call& c, const positions& at, const tile_at& t,
+                                                     int64_t width, T* s) {
   const bool is_signed = c.alibi_mode == MH_ALIBI_SIGNED;
   for (int64_t l0 = 0; l0 < width; l0 += lanes<T>) {
     alignas(64) T slope[lanes<T>];
@@ -53,7 +56,8 @@ __attribute__((noinline)) void alibi_pass_transposed(const kernel_call& c, const
     for (int64_t l = 0; l < lanes<T>; ++l) {
       const int64_t lane = min_of(l0 + l, t.count - 1);
       slope[l] = slope_of<T>(c, t, lane);
-      position[l] = static_cast<T>(t.query(c, lane) + at.offset - t.begin);  // relative to the tile: exact where it matters
+      position[l] =
+          static_cast<T>(t.query(c, lane) + at.offset - t.begin);  // relative to the tile: exact where it matters
     }
     const vec<T> slopes = load(slope);
     const vec<T> from = load(position);
@@ -65,7 +69,8 @@ __attribute__((noinline)) void alibi_pass_transposed(const kernel_call& c, const
 }
 
 template <class T>
-__attribute__((noinline)) void alibi_pass_rows(const kernel_call& c, const positions& at, const tile_at& t, int64_t width, T* s) {
+__attribute__((noinline)) void alibi_pass_rows(const kernel_call& c, const positions& at, const tile_at& t,
+                                               int64_t width, T* s) {
   const bool is_signed = c.alibi_mode == MH_ALIBI_SIGNED;
   alignas(64) T index[lanes<T>];
   for (int64_t l = 0; l < lanes<T>; ++l) index[l] = static_cast<T>(l);
@@ -183,7 +188,8 @@ __attribute__((noinline)) void visibility_pass_transposed(const bits<T>* words, 
 
 // words[word * count + lane]; closes the padding behind the last key too.
 template <class T>
-__attribute__((noinline)) void visibility_pass_rows(const bits<T>* words, int64_t count, int64_t keys, int64_t width, T* s) {
+__attribute__((noinline)) void visibility_pass_rows(const bits<T>* words, int64_t count, int64_t keys, int64_t width,
+                                                    T* s) {
   using U = xsimd::batch<bits<T>, MH_ARCH>;
   alignas(64) bits<T> bit[lanes<T>];
   for (int64_t l = 0; l < lanes<T>; ++l) bit[l] = bits<T>(1) << l;

@@ -1,8 +1,8 @@
-// The vector layer: what xsimd offers under short names, and the few functions it lacks. The only file with intrinsics, each
-// behind a named function that has a generic body too.
+// The vector layer: what xsimd offers under short names, and the few functions it lacks. The only file with intrinsics,
+// each behind a named function that has a generic body too.
 //
-// T is the arithmetic type, float or double. Everything lives in an unnamed namespace of its ISA: nothing compiled here may be
-// picked by the linker for another instruction set.
+// T is the arithmetic type, float or double. Everything lives in an unnamed namespace of its ISA: nothing compiled here
+// may be picked by the linker for another instruction set.
 #pragma once
 
 #include <math.h>
@@ -49,7 +49,8 @@ MH_INLINE int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / st
 template <class T>
 inline constexpr T infinity = static_cast<T>(__builtin_inf());
 
-// The running maximum before any key: lower than every score but -inf, and finite so that (s - max) is never NaN for s = -inf.
+// The running maximum before any key: lower than every score but -inf, and finite so that (s - max) is never NaN for s
+// = -inf.
 template <class T>
 inline constexpr T lowest = sizeof(T) == 4 ? static_cast<T>(-3.402823466e38F) : static_cast<T>(-1.7976931348623157e308);
 
@@ -63,7 +64,8 @@ MH_INLINE void store(T* p, vec<T> x) {
   x.store_unaligned(p);
 }
 
-// The larger of a constant and x, NaN where x is NaN: x86's instruction returns its second operand then (xsimd's max has had either order).
+// The larger of a constant and x, NaN where x is NaN: x86's instruction returns its second operand then (xsimd's max
+// has had either order).
 template <class T>
 MH_INLINE vec<T> at_least(T low, vec<T> x) {
 #if XSIMD_WITH_EMULATED || !defined(__x86_64__)
@@ -80,9 +82,10 @@ MH_INLINE vec<T> at_least(T low, vec<T> x) {
 #endif
 }
 
-// 2^x within 1 ulp for x in [-126, 127] (double: [-1022, 1023]); 0 below, NaN for NaN. Minimax polynomials of relative error
-// 1.9e-9 (degree 6) and 3.1e-18 (degree 11) on [-1/2, 1/2], from our own Remez exchange. Adding 1.5 * 2^23 + 127 leaves round(x) + 127
-// in the low bits of the sum, so a shift makes the power of two; multiplying by it (rather than adding exponents) keeps NaN.
+// 2^x within 1 ulp for x in [-126, 127] (double: [-1022, 1023]); 0 below, NaN for NaN. Minimax polynomials of relative
+// error 1.9e-9 (degree 6) and 3.1e-18 (degree 11) on [-1/2, 1/2], from our own Remez exchange. Adding 1.5 * 2^23 + 127
+// leaves round(x) + 127 in the low bits of the sum, so a shift makes the power of two; multiplying by it (rather than
+// adding exponents) keeps NaN.
 template <class T>
 MH_INLINE vec<T> exp2_of(vec<T> x) {
   using B = vec<T>;
@@ -120,8 +123,9 @@ MH_INLINE vec<T> exp2_of(vec<T> x) {
   }
 }
 
-// tanh(x) = 1 - 2 / (2^(2 x log2 e) + 1) loses its relative precision near 0 to cancellation; there x + x^3 P(x^2) is used: the Taylor
-// series up to x^11 for |x| < 0.35 in float and up to x^27 in double, next term below 2e-8 and 1e-18 of x.
+// tanh(x) = 1 - 2 / (2^(2 x log2 e) + 1) loses its relative precision near 0 to cancellation; there x + x^3 P(x^2) is
+// used: the Taylor series up to x^11 for |x| < 0.35 in float and up to x^27 in double, next term below 2e-8 and 1e-18
+// of x.
 template <class T>
 MH_INLINE vec<T> tanh_of(vec<T> x) {
   using B = vec<T>;
@@ -154,8 +158,9 @@ MH_INLINE vec<T> tanh_of(vec<T> x) {
   return xsimd::select(xsimd::abs(x) < B(T(0.35)), small, big);
 }
 
-// W vectors of W lanes, transposed in place. xsimd's own for AVX-512 goes through memory, so here are the usual networks: pairs, pairs of
-// pairs, then 128-bit quarters; 4 shuffles a vector for float, 3 for double, and no more registers than the vectors themselves.
+// W vectors of W lanes, transposed in place. xsimd's own for AVX-512 goes through memory, so here are the usual
+// networks: pairs, pairs of pairs, then 128-bit quarters; 4 shuffles a vector for float, 3 for double, and no more
+// registers than the vectors themselves.
 #if defined(__AVX512F__)
 template <class T>
 MH_INLINE void transpose(vec<T> (&x)[lanes<T>]) {

@@ -1,4 +1,5 @@
-// The streaming softmax: per row the largest score so far, the sum of weights, and the weighted values, for lanes over rows.
+// The streaming softmax: per row the largest score so far, the sum of weights, and the weighted values, for lanes over
+// rows.
 #pragma once
 
 #include "simd.hpp"
@@ -6,8 +7,8 @@
 namespace manyhead::MH_ISA {
 namespace {
 
-// A row keeps its maximum until a new one exceeds it by 8 in log2 units: then at most 256 times too large, weights lose nothing in f32, and
-// most tiles after the first leave the accumulators alone.
+// A row keeps its maximum until a new one exceeds it by 8 in log2 units: then at most 256 times too large, weights lose
+// nothing in f32, and most tiles after the first leave the accumulators alone.
 inline constexpr double lazy_rescale = 8.0;
 
 template <class T, int NV>
@@ -38,8 +39,9 @@ struct softmax_rows {
     }
   }
 
-  // Scores become weights, in place, and are added up. Careful: slots at -inf become -0 (they are not to be multiplied), the others are
-  // divided by 2^careful_shift, so that sums over values near the largest float stay finite.
+  // Scores become weights, in place, and are added up. Careful: slots at -inf become -0 (they are not to be
+  // multiplied), the others are divided by 2^careful_shift, so that sums over values near the largest float stay
+  // finite.
   template <bool Scaled, bool Careful>
   MH_INLINE void weigh(T* s, int64_t keys, T exp_scale, T careful_factor) const {
     vec<T> top[NV];
@@ -58,7 +60,8 @@ struct softmax_rows {
         if constexpr (Scaled) x = x * vec<T>(exp_scale);
         vec<T> p = exp2_of<T>(x);
         sum[v] = sum[v] + p;
-        if constexpr (Careful) p = xsimd::select(score == vec<T>(-infinity<T>), vec<T>(T(-0.0)), p * vec<T>(careful_factor));
+        if constexpr (Careful)
+          p = xsimd::select(score == vec<T>(-infinity<T>), vec<T>(T(-0.0)), p * vec<T>(careful_factor));
         p.store_aligned(at);
       }
     }

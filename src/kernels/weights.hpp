@@ -1,5 +1,6 @@
-// The second pass: weights, their mean over heads, their sums over queries, or the scores themselves, written tile by tile. The
-// row's lse from the first pass makes each weight exp2(s - lse) final at once, so nothing larger than a tile is kept.
+// The second pass: weights, their mean over heads, their sums over queries, or the scores themselves, written tile by
+// tile. The row's lse from the first pass makes each weight exp2(s - lse) final at once, so nothing larger than a tile
+// is kept.
 #pragma once
 
 #include "panel.hpp"
@@ -25,26 +26,35 @@ struct weights_task {
     return from.used;
   }
 
-  MH_INLINE weights_task(const kernel_call& call, const kernel_task& t) : c(call), task(t), at(positions_of(call, t.batch)) {
+  MH_INLINE weights_task(const kernel_call& call, const kernel_task& t)
+      : c(call), task(t), at(positions_of(call, t.batch)) {
     carver from{static_cast<char*>(task.scratch)};
     scratch = carve_tile<T>(from, c);
     p = carve_panel<T>(from, c, false);
   }
 
-  // Scores at the stage asked for, natural units: passes later than it are not run, earlier ones have no say in which keys are seen.
+  // Scores at the stage asked for, natural units: passes later than it are not run, earlier ones have no say in which
+  // keys are seen.
   void score_stage(const tile_at& t, by_rows<T> k, int64_t width) {
     T* s = scratch.scores;
     switch (p.vectors) {
-      case 1: product<product_mode::set, 1>(k, p.q, t.keys(), c.head_dim, s, s); break;
-      case 2: product<product_mode::set, 2>(k, p.q, t.keys(), c.head_dim, s, s); break;
-      default: product<product_mode::set, max_panel_vectors>(k, p.q, t.keys(), c.head_dim, s, s); break;
+      case 1:
+        product<product_mode::set, 1>(k, p.q, t.keys(), c.head_dim, s, s);
+        break;
+      case 2:
+        product<product_mode::set, 2>(k, p.q, t.keys(), c.head_dim, s, s);
+        break;
+      default:
+        product<product_mode::set, max_panel_vectors>(k, p.q, t.keys(), c.head_dim, s, s);
+        break;
     }
     if (c.scores_stage == MH_SCORES_RAW) return;
     if (c.softcap > 0) softcap_pass<T>(c, s, t.keys() * width);
     if (c.scores_stage == MH_SCORES_CAPPED) return;
     if (c.alibi_slopes != nullptr) alibi_pass_transposed<T>(c, at, t, width, s);
     if (c.bias != nullptr) bias_pass_transposed<T>(c, t, width, s);
-    if (see_tile<T>(c, at, t.batch, t.kv_head, t.row, t.count, width, t.begin, t.end, scratch.words) != visibility::all) {
+    if (see_tile<T>(c, at, t.batch, t.kv_head, t.row, t.count, width, t.begin, t.end, scratch.words) !=
+        visibility::all) {
       visibility_pass_transposed<T>(scratch.words, t.keys(), width, s);
     }
   }
@@ -76,7 +86,8 @@ struct weights_task {
       for (int64_t k0 = 0; k0 < t.keys(); k0 += w) {
         const int64_t n = min_of(w, t.keys() - k0);
         vec<T> x[w];
-        for (int64_t i = 0; i < w; ++i) x[i] = i < n ? vec<T>::load_aligned(scratch.scores + (k0 + i) * width + l0) : vec<T>(T(0));
+        for (int64_t i = 0; i < w; ++i)
+          x[i] = i < n ? vec<T>::load_aligned(scratch.scores + (k0 + i) * width + l0) : vec<T>(T(0));
         transpose<T>(x);
         for (int64_t l = 0; l < w && l0 + l < t.count; ++l) emit(l0 + l, t.begin + k0, n, x[l]);
       }
@@ -99,7 +110,8 @@ struct weights_task {
 
   MH_INLINE void emit_scores(const tile_at& t, int64_t width) {
     for_each_row(t, width, [&](int64_t lane, int64_t key, int64_t n, vec<T> x) {
-      put(static_cast<T*>(c.scores) + t.batch * c.scores_strides[0] + t.head(c, lane) * c.scores_strides[1] + t.query(c, lane) * c.scores_strides[2] + key * c.scores_strides[3],
+      put(static_cast<T*>(c.scores) + t.batch * c.scores_strides[0] + t.head(c, lane) * c.scores_strides[1] +
+              t.query(c, lane) * c.scores_strides[2] + key * c.scores_strides[3],
           c.scores_strides[3], n, x);
     });
   }
@@ -110,15 +122,18 @@ struct weights_task {
       const int64_t head = t.head(c, lane);
       const int64_t query = t.query(c, lane);
       if (c.weights != nullptr) {
-        put(static_cast<T*>(c.weights) + t.batch * c.weights_strides[0] + head * c.weights_strides[1] + query * c.weights_strides[2] + key * c.weights_strides[3],
+        put(static_cast<T*>(c.weights) + t.batch * c.weights_strides[0] + head * c.weights_strides[1] +
+                query * c.weights_strides[2] + key * c.weights_strides[3],
             c.weights_strides[3], n, x);
       }
       if (c.column_partials != nullptr) {
-        T* sums = static_cast<T*>(c.column_partials) + ((t.batch * c.heads + head) * c.row_blocks + task.row_block) * c.kv_len;
+        T* sums = static_cast<T*>(c.column_partials) +
+                  ((t.batch * c.heads + head) * c.row_blocks + task.row_block) * c.kv_len;
         add(sums + key, 1, n, x);
       }
       if (c.mean_weights != nullptr) {
-        T* mean = static_cast<T*>(c.mean_weights) + t.batch * c.mean_weights_strides[0] + query * c.mean_weights_strides[1] + key * c.mean_weights_strides[2];
+        T* mean = static_cast<T*>(c.mean_weights) + t.batch * c.mean_weights_strides[0] +
+                  query * c.mean_weights_strides[1] + key * c.mean_weights_strides[2];
         if (head == 0) {
           put(mean, c.mean_weights_strides[2], n, x * share);
         } else {
@@ -134,13 +149,16 @@ struct weights_task {
       pack_q<D>(c, task.batch, kv_head, p);
       for (int64_t l = 0; l < p.width(); ++l) {
         const int64_t r = p.row + min_of(l, p.count - 1);
-        const T lse = static_cast<const T*>(c.row_lse)[row_index(c, task.batch, kv_head * c.group + r % c.group, r / c.group)];
+        const T lse =
+            static_cast<const T*>(c.row_lse)[row_index(c, task.batch, kv_head * c.group + r % c.group, r / c.group)];
         p.row_max[l] = static_cast<T>(static_cast<double>(lse) / c.exp_scale);
-        if (p.row_max[l] == -infinity<T>) p.row_max[l] = T(0);  // a row without keys: its scores are -inf, its weights 0
+        if (p.row_max[l] == -infinity<T>)
+          p.row_max[l] = T(0);  // a row without keys: its scores are -inf, its weights 0
       }
       for (int64_t b = 0; b < c.kv_len; b += c.block_kv) {
         const tile_at t{task.batch, kv_head, p.row, p.count, b, min_of(b + c.block_kv, c.kv_len)};
-        const T* k = kv_rows<D>(c.k, c.k_strides, task.batch, kv_head, t.begin, t.keys(), c.head_dim, c.copy_kv, scratch.k_copy);
+        const T* k =
+            kv_rows<D>(c.k, c.k_strides, task.batch, kv_head, t.begin, t.keys(), c.head_dim, c.copy_kv, scratch.k_copy);
         const by_rows<T> keys{k, c.copy_kv ? c.head_dim : c.k_strides[2]};
         if (c.scores != nullptr) {
           score_stage(t, keys, p.width());
@@ -148,9 +166,15 @@ struct weights_task {
         }
         if (c.weights == nullptr && c.mean_weights == nullptr && c.column_partials == nullptr) continue;
         switch (p.vectors) {
-          case 1: weigh<1>(t, keys); break;
-          case 2: weigh<2>(t, keys); break;
-          default: weigh<max_panel_vectors>(t, keys); break;
+          case 1:
+            weigh<1>(t, keys);
+            break;
+          case 2:
+            weigh<2>(t, keys);
+            break;
+          default:
+            weigh<max_panel_vectors>(t, keys);
+            break;
         }
         emit_weights(t, p.width());
       }
@@ -160,7 +184,8 @@ struct weights_task {
   void run() {
     if (c.column_partials != nullptr) {
       for (int64_t head = task.kv_head_begin * c.group; head < task.kv_head_end * c.group; ++head) {
-        T* sums = static_cast<T*>(c.column_partials) + ((task.batch * c.heads + head) * c.row_blocks + task.row_block) * c.kv_len;
+        T* sums = static_cast<T*>(c.column_partials) +
+                  ((task.batch * c.heads + head) * c.row_blocks + task.row_block) * c.kv_len;
         memset(sums, 0, static_cast<size_t>(c.kv_len) * sizeof(T));
       }
     }
