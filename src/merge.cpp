@@ -65,7 +65,6 @@ void merge_rows(const mh_merge& m, merge_args args, const array& out, void* out_
   args.v_dim = m.v_dim;
   args.out = out_data;
   args.lse = lse_data;
-  args.row_lse = nullptr;
   std::copy_n(out.strides, 4, args.out_strides);
   std::copy_n(lse.strides, 3, args.lse_strides);
   args.lses_base = args.lse_base = m.lse_base;

@@ -52,7 +52,7 @@ std::pair<int64_t, int64_t> key_range(const problem& p, int64_t i) {
   const int64_t at = i + offset;
   if (known && p.causal) end = std::min(end, at + 1);
   if (known && p.window_right >= 0) end = std::min(end, at + p.window_right + 1);
-  if (known && p.window_left >= 0) begin = std::max<int64_t>(0, at - p.window_left);
+  if (known && p.window_left >= 0) begin = std::clamp<int64_t>(at - p.window_left, 0, keys);
   return {begin, std::max(begin, end)};
 }
 
@@ -134,7 +134,7 @@ kernel_call make_call(const plan& plan) {
   c.chunk_keys = plan.chunk_keys;
   c.block_kv = plan.block_kv;
   c.copy_kv = plan.copy_kv;
-  c.row_blocks = plan.row_blocks;
+  c.row_blocks = plan.second_row_blocks;
   return c;
 }
 
@@ -164,6 +164,10 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes) {
     plan.block_q = std::min(panels * panel, round_up(std::max<int64_t>(rows, 1), lanes));
   }
   plan.row_blocks = blocks(rows, plan.block_q);
+  // One task writes a query's mean over all heads, so it needs all of the query's rows.
+  const bool whole_queries = p.has_output(MH_OUTPUT_MEAN_WEIGHTS);
+  plan.second_block_q = whole_queries ? round_up(plan.block_q, p.group()) : plan.block_q;
+  plan.second_row_blocks = blocks(rows, plan.second_block_q);
 
   plan.chunk_keys = round_up(chunk_target, plan.block_kv);
   plan.chunks = rows <= split_rows ? std::max<int64_t>(1, blocks(p.kv_len, plan.chunk_keys)) : 1;
@@ -179,13 +183,15 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes) {
 
   const kernel_call c = make_call(plan);
   plan.scratch_bytes = table.dtype[p.dtype].scratch_bytes(&c, plan.block_q);
+  constexpr int64_t state_bytes = 2 * sizeof(double);
   const int64_t all_rows = p.batch * p.heads * p.q_len;
   plan.partial_out_bytes = plan.chunks > 1 ? round_up(plan.chunks * all_rows * p.v_dim * real, 64) : 0;
-  plan.partial_lse_bytes = plan.chunks > 1 ? round_up(plan.chunks * all_rows * real, 64) : 0;
-  plan.row_lse_bytes = plan.second_pass ? round_up(all_rows * real, 64) : 0;
-  plan.column_bytes =
-      p.has_output(MH_OUTPUT_COLUMN_SUMS) ? round_up(p.batch * p.heads * plan.row_blocks * p.kv_len * real, 64) : 0;
-  plan.shared_bytes = plan.partial_out_bytes + plan.partial_lse_bytes + plan.row_lse_bytes + plan.column_bytes;
+  plan.partial_state_bytes = plan.chunks > 1 ? round_up(plan.chunks * all_rows * state_bytes, 64) : 0;
+  plan.row_state_bytes = plan.second_pass ? round_up(all_rows * state_bytes, 64) : 0;
+  plan.column_bytes = p.has_output(MH_OUTPUT_COLUMN_SUMS)
+                          ? round_up(p.batch * p.heads * plan.second_row_blocks * p.kv_len * real, 64)
+                          : 0;
+  plan.shared_bytes = plan.partial_out_bytes + plan.partial_state_bytes + plan.row_state_bytes + plan.column_bytes;
   return plan;
 }
 

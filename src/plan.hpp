@@ -14,22 +14,23 @@ struct plan {
   problem p;
   const kernel_table* table;
   route kernel;
-  int64_t block_q;     // rows of a task (see kernel_api.hpp for rows)
-  int64_t row_blocks;  // tasks along the rows
-  int64_t block_kv;    // keys of a tile
-  int64_t chunk_keys;  // keys of a split
-  int64_t chunks;      // splits; 1 = none
-  bool copy_kv;        // tiles of K and V are copied (converted, made contiguous) before use
-  bool second_pass;    // weights, mean weights, scores or column sums are written after out
-  int64_t tasks;       // of the first pass
+  int64_t block_q;                            // rows of a task (see kernel_api.hpp for rows)
+  int64_t row_blocks;                         // tasks along the rows
+  int64_t block_kv;                           // keys of a tile
+  int64_t chunk_keys;                         // keys of a split
+  int64_t chunks;                             // splits; 1 = none
+  bool copy_kv;                               // tiles of K and V are copied (converted, made contiguous) before use
+  bool second_pass;                           // weights, mean weights, scores or column sums are written after out
+  int64_t second_block_q, second_row_blocks;  // its tasks' rows: whole queries where heads are averaged
+  int64_t tasks;                              // of the first pass
   double flops;  // of the attended pairs, 2 (head_dim + v_dim) each; lengths in memory are not known yet: as if full
   double bytes;  // of q, k, v, out, each read or written once
-  double tiles_skipped;                          // share of (row block, key tile) pairs that positions rule out
-  int64_t scratch_bytes;                         // of one thread
-  int64_t shared_bytes;                          // of all threads together, the sum of:
-  int64_t partial_out_bytes, partial_lse_bytes;  // split-KV
-  int64_t row_lse_bytes;                         // the lse of a second pass
-  int64_t column_bytes;                          // column sums of each row block
+  double tiles_skipped;                            // share of (row block, key tile) pairs that positions rule out
+  int64_t scratch_bytes;                           // of one thread
+  int64_t shared_bytes;                            // of all threads together, the sum of:
+  int64_t partial_out_bytes, partial_state_bytes;  // split-KV
+  int64_t row_state_bytes;                         // what the second pass needs of the first
+  int64_t column_bytes;                            // column sums of each row block
 };
 
 plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes);

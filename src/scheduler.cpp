@@ -177,7 +177,7 @@ bool is_short(const plan& plan) { return plan.flops / 40e3 + plan.bytes / 10e3 <
 
 int64_t second_pass_tasks(const plan& plan) {
   if (!plan.second_pass) return 0;
-  return plan.p.batch * plan.row_blocks * (plan.p.has_output(MH_OUTPUT_MEAN_WEIGHTS) ? 1 : plan.p.kv_heads);
+  return plan.p.batch * plan.second_row_blocks * (plan.p.has_output(MH_OUTPUT_MEAN_WEIGHTS) ? 1 : plan.p.kv_heads);
 }
 
 void set_tensors(kernel_call& c, const mh_tensors& t) {
@@ -206,17 +206,16 @@ void merge_chunks(const plan& plan, const kernel_call& c, int64_t threads, const
   m.q_len = c.q_len;
   m.v_dim = c.v_dim;
   m.outs = c.partial_out;
-  m.lses = c.partial_lse;
+  m.partial_states = c.partial_states;
+  m.rows = rows;
+  m.exp_scale = c.exp_scale;
   m.out = c.out;
   m.lse = c.lse;
-  m.row_lse = c.row_lse;
+  m.row_states = c.row_states;
   const int64_t outs_strides[5] = {rows * c.v_dim, c.heads * c.q_len * c.v_dim, c.q_len * c.v_dim, c.v_dim, 1};
-  const int64_t lses_strides[4] = {rows, c.heads * c.q_len, c.q_len, 1};
   std::copy_n(outs_strides, 5, m.outs_strides);
-  std::copy_n(lses_strides, 4, m.lses_strides);
   std::copy_n(c.out_strides, 4, m.out_strides);
   std::copy_n(c.lse_strides, 3, m.lse_strides);
-  m.lses_base = MH_LSE_BASE2;
   m.lse_base = c.lse_base;
   constexpr int64_t rows_at_once = 32;
   for_each((rows + rows_at_once - 1) / rows_at_once, threads, exec, [&](int64_t, int64_t i) {
@@ -249,6 +248,7 @@ int64_t workspace_bytes(const plan& plan, int32_t threads) {
 }
 
 void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec) {
+  const default_fp_state fp;
   const problem& p = plan.p;
   const dtype_kernels& kernels = plan.table->dtype[p.dtype];
   kernel_call c = make_call(plan);
@@ -258,16 +258,19 @@ void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec) {
       is_short(plan) ? 1 : std::min<int64_t>(thread_count(plan, exec.threads), usable_threads(exec));
   workspace memory(workspace_bytes(plan, exec.threads), exec);
   c.partial_out = plan.partial_out_bytes > 0 ? memory.take(plan.partial_out_bytes) : nullptr;
-  c.partial_lse = plan.partial_lse_bytes > 0 ? memory.take(plan.partial_lse_bytes) : nullptr;
-  c.row_lse = plan.row_lse_bytes > 0 ? memory.take(plan.row_lse_bytes) : nullptr;
+  const auto states = [&](int64_t bytes) {
+    return bytes > 0 ? reinterpret_cast<double*>(memory.take(bytes)) : nullptr;
+  };
+  c.partial_states = states(plan.partial_state_bytes);
+  c.row_states = states(plan.row_state_bytes);
   c.column_partials = plan.column_bytes > 0 ? memory.take(plan.column_bytes) : nullptr;
   char* const slots = memory.take(0);
   const int64_t slot_bytes = round_up(plan.scratch_bytes, 64);
 
-  const auto rows_of = [&](kernel_task& t, int64_t row_block) {
+  const auto rows_of = [&](kernel_task& t, int64_t row_block, int64_t block_q) {
     t.row_block = row_block;
-    t.row_begin = row_block * plan.block_q;
-    t.row_end = std::min(t.row_begin + plan.block_q, c.rows);
+    t.row_begin = row_block * block_q;
+    t.row_end = std::min(t.row_begin + block_q, c.rows);
   };
 
   // Tasks of one kv head are neighbours, so that K and V stay in cache; among them the last row block, under a causal
@@ -277,7 +280,7 @@ void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec) {
     t.scratch = slots + worker * slot_bytes;
     t.chunk = i % plan.chunks;
     i /= plan.chunks;
-    rows_of(t, plan.row_blocks - 1 - i % plan.row_blocks);
+    rows_of(t, plan.row_blocks - 1 - i % plan.row_blocks, plan.block_q);
     i /= plan.row_blocks;
     t.kv_head_begin = i % p.kv_heads;
     t.kv_head_end = t.kv_head_begin + 1;
@@ -290,8 +293,8 @@ void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec) {
   for_each(second_pass_tasks(plan), threads, exec, [&](int64_t worker, int64_t i) {
     kernel_task t{};
     t.scratch = slots + worker * slot_bytes;
-    rows_of(t, i % plan.row_blocks);
-    i /= plan.row_blocks;
+    rows_of(t, i % plan.second_row_blocks, plan.second_block_q);
+    i /= plan.second_row_blocks;
     t.kv_head_begin = all_heads ? 0 : i % p.kv_heads;
     t.kv_head_end = all_heads ? p.kv_heads : t.kv_head_begin + 1;
     t.batch = all_heads ? i : i / p.kv_heads;

@@ -121,10 +121,10 @@ struct tile_task {
         if (l0 + l >= x.count) continue;
         const int64_t r = x.row + l0 + l;
         const int64_t head = kv_head * c.group + r % c.group;
-        const row_end e = finish_row(x.row_max[l0 + l], x.row_sum[l0 + l], c.exp_scale, sink_of<T>(c, head, task.chunk),
-                                     wants_lse(c));
+        const row_end e =
+            finish_row<T>(x.row_max[l0 + l], x.row_sum[l0 + l], c.exp_scale, sink_of<T>(c, head, task.chunk));
         factor[l] = static_cast<T>(e.factor * undo);
-        if (wants_lse(c)) write_lse<T>(c, task.batch, head, r / c.group, task.chunk, e.lse);
+        write_state<T>(c, task.batch, head, r / c.group, task.chunk, e);
       }
       const vec<T> factors = load(factor);
       for (int64_t d0 = 0; d0 < c.v_dim; d0 += w) {

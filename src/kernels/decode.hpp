@@ -171,8 +171,8 @@ struct decode_task {
   template <bool Careful>
   MH_INLINE void weigh(int64_t r, int64_t padded_keys, T careful_factor) {
     T* s = scores + r * width;
-    vec<T> tops = load(s);
-    for (int64_t k = w; k < padded_keys; k += w) tops = xsimd::max(tops, load(s + k));
+    vec<T> tops(-infinity<T>);
+    for (int64_t k = 0; k < padded_keys; k += w) tops = larger<T>(tops, load(s + k));
     const T top = xsimd::reduce_max(tops);
     const vec<T> scale(static_cast<T>(c.exp_scale));
     if (top > row_max[r] + static_cast<T>(lazy_rescale / c.exp_scale)) {
@@ -239,8 +239,8 @@ struct decode_task {
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t row = task.row_begin + r;
       const int64_t head = kv_head * c.group + row % c.group;
-      const row_end e = finish_row(row_max[r], row_sum[r], c.exp_scale, sink_of<T>(c, head, task.chunk), wants_lse(c));
-      if (wants_lse(c)) write_lse<T>(c, task.batch, head, row / c.group, task.chunk, e.lse);
+      const row_end e = finish_row<T>(row_max[r], row_sum[r], c.exp_scale, sink_of<T>(c, head, task.chunk));
+      write_state<T>(c, task.batch, head, row / c.group, task.chunk, e);
       const T factor = static_cast<T>(e.factor * undo);
       for (int64_t d = 0; d < c.v_dim; d += w) {
         const vec<T> x = load(out + r * v_dim + d) * vec<T>(factor);

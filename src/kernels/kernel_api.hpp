@@ -49,12 +49,16 @@ struct kernel_call {
 
   void* lse;  // real or NULL, in lse_base
   int64_t lse_strides[3];
-  void* row_lse;  // real [batch][heads][q_len] or NULL, base 2: written by the first pass, read by the second
 
-  // Partial results of split-KV, real: partial_out [chunks][batch][heads][q_len][v_dim],
-  // partial_lse [chunks][batch][heads][q_len], base 2.
+  // What is kept of a row's softmax, as {top, total}: total = sum of exp2((s - top) * exp_scale) over its keys and its
+  // sink, 0 for none. Not their logarithm: where scores are large its few bits after the point would be lost.
+  // [batch][heads][q_len][2].
+  double* row_states;  // NULL, or written by the first pass and read by the second
+
+  // Partial results of split-KV: real [chunks][batch][heads][q_len][v_dim], and states
+  // [chunks][batch][heads][q_len][2].
   void* partial_out;
-  void* partial_lse;
+  double* partial_states;
   int64_t batch;
   int64_t chunks;      // 1 = not split: tasks write out and lse themselves
   int64_t chunk_keys;  // keys of a chunk, a multiple of block_kv
@@ -84,14 +88,18 @@ struct kernel_task {
 
 using task_fn = void (*)(const kernel_call*, const kernel_task*);
 
-// Merging `states` partial results, one row after another (split-KV, mh_merge_states).
+// Merging `states` partial results, one row after another: of mh_merge_states, by their lse, or of split-KV, by {top,
+// total}.
 struct merge_args {
   int64_t states, heads, q_len, v_dim;
   const void* outs;
-  const void* lses;
+  const void* lses;              // real; NULL where row states are given
+  const double* partial_states;  // [states][rows][2] or NULL
+  int64_t rows;                  // of partial_states
+  double exp_scale;              // of partial_states
   void* out;
-  void* lse;      // may be NULL
-  void* row_lse;  // may be NULL; contiguous [rows], base 2
+  void* lse;           // may be NULL
+  double* row_states;  // [rows][2] or NULL, with partial_states
   int64_t outs_strides[5], lses_strides[4], out_strides[4], lse_strides[3];
   int32_t lses_base;  // mh_lse_base
   int32_t lse_base;
@@ -103,7 +111,7 @@ enum route : int32_t { route_tile, route_decode, route_count };
 
 struct dtype_kernels {
   task_fn attention[route_count];
-  task_fn weights;      // second pass: weights, scores, column sums from row_lse
+  task_fn weights;      // second pass: weights, scores, column sums from row_states
   merge_fn merge;       // states and result of this dtype
   merge_fn merge_real;  // states in real, result of this dtype: joins split-KV partials
   int64_t (*scratch_bytes)(const kernel_call*, int64_t block_q);

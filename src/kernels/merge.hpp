@@ -3,6 +3,7 @@
 #pragma once
 
 #include "dtype.hpp"
+#include "softmax.hpp"
 
 namespace manyhead::MH_ISA {
 namespace {
@@ -12,25 +13,35 @@ void merge_rows(const merge_args* a, int64_t begin, int64_t end) {
   using T = typename To::real;
   constexpr int64_t block = 64;  // values of a row worked on together
   const double ln2 = 0.69314718055994530942;
-  const double none = -__builtin_inf();
-  const double in_unit = a->lses_base == MH_LSE_BASE2 ? 1.0 : 1.0 / ln2;
-  const double out_unit = a->lse_base == MH_LSE_BASE2 ? 1.0 : ln2;
+  const double unit = a->partial_states != nullptr ? a->exp_scale : a->lses_base == MH_LSE_BASE2 ? 1.0 : 1.0 / ln2;
   for (int64_t row = begin; row < end; ++row) {
     const int64_t query = row % a->q_len;
     const int64_t head = row / a->q_len % a->heads;
     const int64_t batch = row / a->q_len / a->heads;
-    const T* lses = static_cast<const T*>(a->lses) + batch * a->lses_strides[1] + head * a->lses_strides[2] +
-                    query * a->lses_strides[3];
-    const auto lse_of = [&](int64_t s) { return static_cast<double>(lses[s * a->lses_strides[0]]) * in_unit; };
-    double top = none;
+    // State s of the row, in its own units: an lse is a top with a total of 1.
+    const auto state = [&](int64_t s) -> row_end {
+      if (a->partial_states != nullptr) {
+        const double* p = a->partial_states + 2 * (s * a->rows + row);
+        return {0, p[0], p[1]};
+      }
+      const double lse =
+          static_cast<double>(static_cast<const T*>(a->lses)[s * a->lses_strides[0] + batch * a->lses_strides[1] +
+                                                             head * a->lses_strides[2] + query * a->lses_strides[3]]);
+      return {0, lse, lse == -__builtin_inf() ? 0.0 : 1.0};
+    };
+    row_end merged{0, 0, 0};
     for (int64_t s = 0; s < a->states; ++s) {
-      const double x = lse_of(s);
-      if (x > top || x != x) top = x;
-      if (x != x) break;
+      const row_end x = state(s);
+      if (x.total == 0) continue;
+      if (merged.total == 0 || x.top > merged.top || x.top != x.top) merged.top = x.top;
+      merged.total = 1;
     }
-    double total = 0;
-    for (int64_t s = 0; s < a->states && top != none; ++s) total += lse_of(s) == none ? 0 : ::exp2(lse_of(s) - top);
-    const double lse = top == none ? none : top + ::log2(total);
+    merged.total = 0;
+    const auto size = [&](const row_end& x) { return x.total * ::exp2((x.top - merged.top) * unit); };
+    for (int64_t s = 0; s < a->states; ++s) {
+      const row_end x = state(s);
+      if (x.total != 0) merged.total += size(x);
+    }
     const auto* outs = static_cast<const typename From::storage*>(a->outs) + batch * a->outs_strides[1] +
                        head * a->outs_strides[2] + query * a->outs_strides[3];
     auto* out = static_cast<typename To::storage*>(a->out) + batch * a->out_strides[0] + head * a->out_strides[1] +
@@ -40,8 +51,9 @@ void merge_rows(const merge_args* a, int64_t begin, int64_t end) {
       alignas(64) T sum[block] = {};
       alignas(64) T part[block] = {};
       for (int64_t s = 0; s < a->states; ++s) {
-        if (lse_of(s) == none) continue;
-        const vec<T> share(static_cast<T>(::exp2(lse_of(s) - lse)));
+        const row_end x = state(s);
+        if (x.total == 0) continue;
+        const vec<T> share(static_cast<T>(size(x) / merged.total));
         widen_row<From>(outs + s * a->outs_strides[0] + d * a->outs_strides[4], a->outs_strides[4], n, part);
         for (int64_t i = 0; i < n; i += lanes<T>) store<T>(sum + i, xsimd::fma(load(part + i), share, load(sum + i)));
       }
@@ -49,9 +61,12 @@ void merge_rows(const merge_args* a, int64_t begin, int64_t end) {
     }
     if (a->lse != nullptr) {
       static_cast<T*>(a->lse)[batch * a->lse_strides[0] + head * a->lse_strides[1] + query * a->lse_strides[2]] =
-          static_cast<T>(lse * out_unit);
+          static_cast<T>(lse_of(merged, unit, a->lse_base));
     }
-    if (a->row_lse != nullptr) static_cast<T*>(a->row_lse)[row] = static_cast<T>(lse);
+    if (a->row_states != nullptr) {
+      a->row_states[2 * row] = merged.top;
+      a->row_states[2 * row + 1] = merged.total;
+    }
   }
 }
 

@@ -166,7 +166,7 @@ MH_INLINE visibility scores_of(const kernel_call& c, const positions& at, const 
   for (int v = 0; v < NV; ++v) top[v] = vec<T>(-infinity<T>);
   for (int64_t key = 0; key < t.keys(); ++key) {
 #pragma GCC unroll 4
-    for (int v = 0; v < NV; ++v) top[v] = xsimd::max(top[v], vec<T>::load_aligned(s + key * width + v * w));
+    for (int v = 0; v < NV; ++v) top[v] = larger<T>(top[v], vec<T>::load_aligned(s + key * width + v * w));
   }
 #pragma GCC unroll 4
   for (int v = 0; v < NV; ++v) top[v].store_aligned(scratch.tile_max + v * w);
@@ -184,21 +184,21 @@ MH_INLINE double sink_of(const kernel_call& c, int64_t head, int64_t chunk) {
                                           : -__builtin_inf();
 }
 
-MH_INLINE bool wants_lse(const kernel_call& c) { return c.lse != nullptr || c.row_lse != nullptr || c.chunks > 1; }
-
-// Writes a row's lse (base 2) where it is wanted.
+// Writes a finished row's state and lse where they are wanted.
 template <class T>
-MH_INLINE void write_lse(const kernel_call& c, int64_t batch, int64_t head, int64_t query, int64_t chunk, double lse) {
+MH_INLINE void write_state(const kernel_call& c, int64_t batch, int64_t head, int64_t query, int64_t chunk,
+                           const row_end& e) {
   const int64_t index = row_index(c, batch, head, query);
-  if (c.chunks > 1) {
-    static_cast<T*>(c.partial_lse)[chunk * c.batch * c.heads * c.q_len + index] = static_cast<T>(lse);
-    return;
+  double* state = c.chunks > 1              ? c.partial_states + 2 * (chunk * c.batch * c.heads * c.q_len + index)
+                  : c.row_states != nullptr ? c.row_states + 2 * index
+                                            : nullptr;
+  if (state != nullptr) {
+    state[0] = e.top;
+    state[1] = e.total;
   }
-  if (c.row_lse != nullptr) static_cast<T*>(c.row_lse)[index] = static_cast<T>(lse);
-  if (c.lse != nullptr) {
-    const double ln2 = 0.69314718055994530942;
+  if (c.chunks == 1 && c.lse != nullptr) {
     static_cast<T*>(c.lse)[batch * c.lse_strides[0] + head * c.lse_strides[1] + query * c.lse_strides[2]] =
-        static_cast<T>(c.lse_base == MH_LSE_BASE2 ? lse : lse * ln2);
+        static_cast<T>(lse_of(e, c.exp_scale, c.lse_base));
   }
 }
 

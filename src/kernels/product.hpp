@@ -96,7 +96,7 @@ MH_INLINE void product_tile(A a, const T* b, int64_t depth, T* c, T* column_max)
       T* to = c + m * width + v * w;
       if constexpr (Mode == product_mode::add || Mode == product_mode::add_signed)
         acc[m][v] = acc[m][v] + B::load_aligned(to);
-      if constexpr (Mode == product_mode::set_max) top = xsimd::max(top, acc[m][v]);
+      if constexpr (Mode == product_mode::set_max) top = larger<T>(top, acc[m][v]);
       acc[m][v].store_aligned(to);
     }
     if constexpr (Mode == product_mode::set_max) top.store_aligned(column_max + v * w);

@@ -82,6 +82,23 @@ MH_INLINE vec<T> at_least(T low, vec<T> x) {
 #endif
 }
 
+// The larger of two, the first where the second is NaN: a running maximum stays a number, NaN shows in the sums.
+template <class T>
+MH_INLINE vec<T> larger(vec<T> top, vec<T> x) {
+#if XSIMD_WITH_EMULATED || !defined(__x86_64__)
+  return xsimd::select(x > top, x, top);
+#elif defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) return _mm512_max_ps(x, top);
+  if constexpr (sizeof(T) == 8) return _mm512_max_pd(x, top);
+#elif defined(__AVX2__)
+  if constexpr (sizeof(T) == 4) return _mm256_max_ps(x, top);
+  if constexpr (sizeof(T) == 8) return _mm256_max_pd(x, top);
+#else
+  if constexpr (sizeof(T) == 4) return _mm_max_ps(x, top);
+  if constexpr (sizeof(T) == 8) return _mm_max_pd(x, top);
+#endif
+}
+
 // 2^x within 1 ulp for x in [-126, 127] (double: [-1022, 1023]); 0 below, NaN for NaN. Minimax polynomials of relative
 // error 1.9e-9 (degree 6) and 3.1e-18 (degree 11) on [-1/2, 1/2], from our own Remez exchange. Adding 1.5 * 2^23 + 127
 // leaves round(x) + 127 in the low bits of the sum, so a shift makes the power of two; multiplying by it (rather than

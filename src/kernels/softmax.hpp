@@ -2,6 +2,7 @@
 // rows.
 #pragma once
 
+#include "kernel_api.hpp"
 #include "simd.hpp"
 
 namespace manyhead::MH_ISA {
@@ -80,27 +81,33 @@ struct softmax_rows {
   }
 };
 
-// Where a row ends: what its values are multiplied with, and its lse (base 2).
+// Where a row ends: what its values are multiplied with, and its state (kernel_api.hpp: row_states).
 struct row_end {
   double factor;
-  double lse;
+  double top, total;
 };
 
-// top: the row's maximum in score units; sink: -inf for none, natural units.
-MH_INLINE row_end finish_row(double top, double sum, double exp_scale, double sink, bool wants_lse) {
-  const double log2e = 1.4426950408889634074;
-  const double none = -__builtin_inf();
-  double high = sum > 0 || sum != sum ? top * exp_scale : none;
-  const double sink2 = sink * log2e;
-  if (high == none && sink2 == none) return {0, none};
-  double total = sum;
-  if (sink2 != none) {
-    const double new_high = high > sink2 ? high : sink2;
-    total = (high == none ? 0 : sum * ::exp2(high - new_high)) + ::exp2(sink2 - new_high);
-    const double factor = high == none ? 0 : ::exp2(high - new_high) / total;
-    return {factor, wants_lse ? new_high + ::log2(total) : 0};
+// top: the row's maximum in score units, a T; sum: of its weights, 0 for none; sink: natural units, -inf for none.
+template <class T>
+MH_INLINE row_end finish_row(T top, T sum, double exp_scale, double sink) {
+  const bool has_keys = sum > 0 || sum != sum;
+  const double sink2 = sink * 1.4426950408889634074;
+  double high = static_cast<double>(top);
+  double total = has_keys ? static_cast<double>(sum) : 0;
+  double share = 1;  // what the weights so far count relative to high
+  if (sink2 > -__builtin_inf()) {
+    if (!has_keys || sink2 > high * exp_scale) high = static_cast<double>(static_cast<T>(sink2 / exp_scale));
+    share = has_keys ? ::exp2((static_cast<double>(top) - high) * exp_scale) : 0;
+    total = total * share + ::exp2(sink2 - high * exp_scale);
   }
-  return {1 / total, wants_lse ? high + ::log2(total) : 0};
+  if (total == 0) return {0, 0, 0};
+  return {has_keys ? share / total : 0, high, total};
+}
+
+MH_INLINE double lse_of(const row_end& e, double exp_scale, int32_t base) {
+  if (e.total == 0) return -__builtin_inf();
+  const double lse = e.top * exp_scale + ::log2(e.total);
+  return base == MH_LSE_BASE2 ? lse : lse * 0.69314718055994530942;
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 // The second pass: weights, their mean over heads, their sums over queries, or the scores themselves, written tile by
-// tile. The row's lse from the first pass makes each weight exp2(s - lse) final at once, so nothing larger than a tile
-// is kept.
+// tile. The row's state from the first pass makes each weight exp2(s - top) / total final at once, so nothing larger
+// than a tile is kept.
 #pragma once
 
 #include "panel.hpp"
@@ -69,12 +69,16 @@ struct weights_task {
       return;
     }
     const vec<T> scale(static_cast<T>(c.exp_scale));
+    const vec<T> closed(-infinity<T>);
     for (int64_t key = 0; key < t.keys(); ++key) {
 #pragma GCC unroll 4
       for (int v = 0; v < NV; ++v) {
-        T* x = s + key * width + v * w;
-        // row_max holds the lse here, in score units: the same subtraction as in the first pass
-        exp2_of<T>((vec<T>::load_aligned(x) - vec<T>::load_aligned(p.row_max + v * w)) * scale).store_aligned(x);
+        T* at_key = s + key * width + v * w;
+        const vec<T> score = vec<T>::load_aligned(at_key);
+        const vec<T> above = score - vec<T>::load_aligned(p.row_max + v * w);
+        const vec<T> weight =
+            exp2_of<T>(above * scale) * vec<T>::load_aligned(p.row_sum + v * w);     // row_sum: 1 / total
+        xsimd::select(score == closed, vec<T>(T(0)), weight).store_aligned(at_key);  // 0 in a NaN row too
       }
     }
   }
@@ -149,11 +153,9 @@ struct weights_task {
       pack_q<D>(c, task.batch, kv_head, p);
       for (int64_t l = 0; l < p.width(); ++l) {
         const int64_t r = p.row + min_of(l, p.count - 1);
-        const T lse =
-            static_cast<const T*>(c.row_lse)[row_index(c, task.batch, kv_head * c.group + r % c.group, r / c.group)];
-        p.row_max[l] = static_cast<T>(static_cast<double>(lse) / c.exp_scale);
-        if (p.row_max[l] == -infinity<T>)
-          p.row_max[l] = T(0);  // a row without keys: its scores are -inf, its weights 0
+        const double* state = c.row_states + 2 * row_index(c, task.batch, kv_head * c.group + r % c.group, r / c.group);
+        p.row_max[l] = static_cast<T>(state[0]);
+        p.row_sum[l] = static_cast<T>(state[1] == 0 ? 0.0 : 1.0 / state[1]);
       }
       for (int64_t b = 0; b < c.kv_len; b += c.block_kv) {
         const tile_at t{task.batch, kv_head, p.row, p.count, b, min_of(b + c.block_kv, c.kv_len)};
