@@ -148,11 +148,13 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes) {
   const int64_t panel = table.panel_rows[f64];
   const int64_t rows = p.group() * p.q_len;
 
-  plan.kernel = rows <= table.decode_rows[f64] ? route_decode : route_tile;
-  plan.block_kv = choose_block_kv(p.head_dim, f64);
-  plan.copy_kv = needs_copy(p, plan.kernel, lanes);
   plan.second_pass =
       (p.outputs & (MH_OUTPUT_WEIGHTS | MH_OUTPUT_MEAN_WEIGHTS | MH_OUTPUT_COLUMN_SUMS | MH_OUTPUT_SCORES)) != 0;
+  // The second pass subtracts the first one's maxima from scores that it computes again: both must sum them in the same
+  // order, which the decode route does not.
+  plan.kernel = rows <= table.decode_rows[f64] && !plan.second_pass ? route_decode : route_tile;
+  plan.block_kv = choose_block_kv(p.head_dim, f64);
+  plan.copy_kv = needs_copy(p, plan.kernel, lanes);
 
   if (plan.kernel == route_decode) {
     plan.block_q = std::max<int64_t>(rows, 1);
