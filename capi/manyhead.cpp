@@ -114,7 +114,7 @@ std::string quoted(const std::string& text) {
   std::string result = "\"";
   for (const char c : text) {
     if (c == '"' || c == '\\') result += '\\';
-    result += c >= 0 && c < ' ' ? ' ' : c;
+    result += static_cast<unsigned char>(c) < ' ' ? ' ' : c;
   }
   return result + "\"";
 }

@@ -14,7 +14,7 @@ using namespace manyhead;
 
 namespace {
 
-alignas(64) char memory[1 << 16];
+alignas(64) char memory[1 << 18];
 
 class generator {
  public:
