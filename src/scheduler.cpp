@@ -6,11 +6,10 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
-#include <new>
 
 #include "error.hpp"
 #include "machine.hpp"
+#include "thread_memory.hpp"
 
 #if MH_WITH_TBB
 #include <tbb/parallel_for.h>
@@ -48,46 +47,10 @@ class default_fp_state {
   default_fp_state& operator=(const default_fp_state&) = delete;
 };
 
-// A thread's own workspace, kept from call to call up to a limit.
-class thread_workspace {
- public:
-  // 64-byte aligned; throws bad_alloc.
-  static char* allocate(int64_t bytes) {
-    void* p = std::aligned_alloc(64, static_cast<size_t>(round_up(std::max<int64_t>(bytes, 1), 64)));
-    if (p == nullptr) throw std::bad_alloc();
-    return static_cast<char*>(p);
-  }
-
-  char* borrow(int64_t bytes) {
-    if (busy_ || bytes > keep_at_most) return nullptr;
-    if (bytes > size_) {
-      std::free(memory_);
-      memory_ = nullptr;
-      size_ = 0;
-      memory_ = allocate(bytes);
-      size_ = bytes;
-    }
-    busy_ = true;
-    return memory_;
-  }
-  void give_back() noexcept { busy_ = false; }
-  thread_workspace() = default;
-  thread_workspace(const thread_workspace&) = delete;
-  thread_workspace& operator=(const thread_workspace&) = delete;
-  ~thread_workspace() { std::free(memory_); }
-
- private:
-  static constexpr int64_t keep_at_most = 64 << 20;
-  char* memory_ = nullptr;
-  int64_t size_ = 0;
-  bool busy_ = false;
-};
-
-// The memory of one run: the caller's, this thread's, or, where that is in use (a host's pool may run another call
-// inside ours) or the need is large, its own.
+// The memory of one run: the caller's, or this thread's.
 class workspace {
  public:
-  workspace(int64_t bytes, const mh_exec& exec) {
+  workspace(int64_t bytes, const mh_exec& exec) : memory_(kept(), exec.workspace == nullptr ? bytes : 0) {
     if (exec.workspace != nullptr) {
       if (exec.workspace_size < static_cast<size_t>(bytes)) {
         throw error(MH_INVALID_ARGUMENT, "workspace_size is " + std::to_string(exec.workspace_size) +
@@ -96,18 +59,7 @@ class workspace {
       base_ = static_cast<char*>(exec.workspace);
       return;
     }
-    if (bytes == 0) return;
-    thread_local thread_workspace mine;
-    base_ = mine.borrow(bytes);
-    if (base_ != nullptr) {
-      borrowed_ = &mine;
-    } else {
-      base_ = owned_ = thread_workspace::allocate(bytes);
-    }
-  }
-  ~workspace() {
-    if (borrowed_ != nullptr) borrowed_->give_back();
-    std::free(owned_);
+    base_ = memory_.get();
   }
   workspace(const workspace&) = delete;
   workspace& operator=(const workspace&) = delete;
@@ -119,9 +71,13 @@ class workspace {
   }
 
  private:
+  static thread_memory& kept() {
+    thread_local thread_memory memory;
+    return memory;
+  }
+
   char* base_ = nullptr;
-  char* owned_ = nullptr;
-  thread_workspace* borrowed_ = nullptr;
+  borrowed_memory memory_;
   int64_t used_ = 0;
 };
 

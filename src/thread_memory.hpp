@@ -28,10 +28,11 @@ class thread_memory {
 };
 
 // 64-byte aligned bytes: the thread's, or, where those are in use (a host's pool may run another call inside ours) or
-// the need is large, its own. Throws std::bad_alloc.
+// the need is large, its own; none for none. Throws std::bad_alloc.
 class borrowed_memory {
  public:
   borrowed_memory(thread_memory& kept, int64_t bytes) {
+    if (bytes == 0) return;
     if (kept.busy_ || bytes > thread_memory::keep_at_most) {
       data_ = allocate(bytes);
       return;
