@@ -245,6 +245,7 @@ class line {
 // Strides of [batch, length, heads, dim], or of [batch, heads, length, dim], without gaps.
 bool has_layout(bool bshd, const int64_t* s, int64_t heads, int64_t length, int64_t dim, int64_t batch) noexcept {
   const int64_t head = bshd ? dim : length * dim, row = bshd ? heads * dim : dim;
+  if (batch * heads * length * dim == 0) return true;
   return (batch <= 1 || s[0] == heads * length * dim) && (heads <= 1 || s[1] == head) && (length <= 1 || s[2] == row) &&
          (dim <= 1 || s[3] == 1);
 }

@@ -115,7 +115,8 @@ typedef enum mh_alibi_mode {
 
 typedef enum mh_lse_base { MH_LSE_NATURAL = 0, MH_LSE_BASE2 = 1 } mh_lse_base;
 
-/* Which scores MH_OUTPUT_SCORES writes. */
+/* Which scores MH_OUTPUT_SCORES writes. The first two are defined for every key, so they read keys behind seqused_k
+ * too; attention itself does not. */
 typedef enum mh_score_stage {
   MH_SCORES_RAW = 0,    /* scale * q k^T */
   MH_SCORES_CAPPED = 1, /* after the softcap */
@@ -349,7 +350,7 @@ typedef struct mh_mha_call {
   int64_t window_right;
   double softcap;
   const void* x_q;         /* [batch, q_len, embed_dim] */
-  const void* x_k;         /* [batch, kv_len, k_embed_dim]; NULL = x_q (self-attention) */
+  const void* x_k;         /* [batch, kv_len, k_embed_dim]; NULL = x_q (self-attention, kv_len is q_len) */
   const void* x_v;         /* [batch, kv_len, v_embed_dim]; NULL = x_k */
   void* out;               /* [batch, q_len, out_dim] */
   const uint8_t* mask;     /* [batch, heads, q_len, kv_len], true = may attend; NULL = none */
