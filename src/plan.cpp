@@ -1,14 +1,15 @@
 // See plan.hpp. The choices, and why:
 //
-// block_kv   Keys of a tile. The score panel (widest panel x block_kv) should stay in L1 with the Q panel: 96 keys x 48
-// rows x 4 bytes = 18 KB
-//            beside 48 x 64 x 4 = 12 KB. A function of (dtype, head_dim, ISA) alone, never of the machine's caches or
-//            of lengths: tile borders lie at its multiples, and the same borders mean the same bits.
-// block_q    Rows of a task. Each tile of K and V is read (or converted) once per task, so more rows mean less traffic;
-// fewer mean more
-//            tasks. Rows do not influence each other, so this may depend on anything but the thread count.
-// chunks     Splits along the keys, for problems with too few rows to keep many cores busy. Fixed size, fixed order of
-// merging.
+// block_kv: keys of a tile. The score panel (widest panel x block_kv) should stay in L1 with the Q panel: 96 keys x 48
+//   rows x 4 bytes = 18 KB beside 48 x 64 x 4 = 12 KB. A function of (dtype, head_dim, ISA) alone, never of the
+//   machine's caches or of lengths: tile borders lie at its multiples, and the same borders mean the same bits.
+// block_q: rows of a task. Each tile of K and V is read (or converted) once per task, so more rows mean less traffic;
+//   fewer mean more tasks. Rows do not influence each other, so this may depend on anything but the thread count.
+// chunks: splits along the keys, for problems with too few rows to keep many cores busy. Fixed size, fixed order of
+//   merging.
+// prefetch_kv: ask for K and V ahead, where there is arithmetic between two reads (several rows, or 16-bit elements)
+//   and they do not lie in L2. Measured on an AVX-512 server core: 1.2 to 1.5 times faster beyond the caches, up to 1.2
+//   times slower within L2; with one f32 row the hardware's own prefetch is as good.
 #include "plan.hpp"
 
 #include <algorithm>
@@ -35,7 +36,7 @@ int64_t choose_block_kv(int64_t head_dim, bool f64) {
 // Whether kernels read K and V in place: elements of the arithmetic type next to each other, and for the decode route
 // whole vectors.
 bool needs_copy(const problem& p, route kernel, int64_t lanes) {
-  if (p.dtype == MH_DTYPE_BF16 || p.dtype == MH_DTYPE_F16) return true;
+  if (kernel == route_tile && (p.dtype == MH_DTYPE_BF16 || p.dtype == MH_DTYPE_F16)) return true;
   if ((p.k_strides[3] != 1 && p.head_dim > 1) || (p.v_strides[3] != 1 && p.v_dim > 1)) return true;
   return kernel == route_decode && (p.head_dim % lanes != 0 || p.v_dim % lanes != 0);
 }
@@ -134,6 +135,7 @@ kernel_call make_call(const plan& plan) {
   c.chunk_keys = plan.chunk_keys;
   c.block_kv = plan.block_kv;
   c.copy_kv = plan.copy_kv;
+  c.prefetch_kv = plan.prefetch_kv;
   c.row_blocks = plan.second_row_blocks;
   return c;
 }
@@ -156,6 +158,10 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes) {
   plan.block_kv = choose_block_kv(p.head_dim, f64);
   plan.copy_kv = needs_copy(p, plan.kernel, lanes);
 
+  const double kv_bytes = static_cast<double>(dtype_bytes(p.dtype)) * static_cast<double>(p.head_dim + p.v_dim) *
+                          static_cast<double>(p.batch * p.kv_heads) * static_cast<double>(p.kv_len);
+  const bool busy = rows > 1 || dtype_bytes(p.dtype) < real;
+  plan.prefetch_kv = plan.kernel == route_decode && busy && kv_bytes > static_cast<double>(l2_bytes);
   if (plan.kernel == route_decode) {
     plan.block_q = std::max<int64_t>(rows, 1);
   } else {
@@ -178,9 +184,9 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes) {
 
   const double heads = static_cast<double>(p.batch * p.heads);
   plan.flops = 2.0 * static_cast<double>(p.head_dim + p.v_dim) * heads * attended_pairs(p);
-  plan.bytes = static_cast<double>(dtype_bytes(p.dtype)) * static_cast<double>(p.head_dim + p.v_dim) *
-               (heads * static_cast<double>(p.q_len) +
-                static_cast<double>(p.batch * p.kv_heads) * static_cast<double>(p.kv_len));
+  plan.bytes = static_cast<double>(dtype_bytes(p.dtype)) * static_cast<double>(p.head_dim + p.v_dim) * heads *
+                   static_cast<double>(p.q_len) +
+               kv_bytes;
   plan.tiles_skipped = share_skipped(p, plan.block_q, plan.block_kv);
 
   const kernel_call c = make_call(plan);

@@ -258,12 +258,20 @@ TEST_CASE("short queries against long keys are split") {
 TEST_CASE("K and V are copied only where kernels cannot read them in place") {
   for (const char* line :
        {"f32 b1 h2 q100 kv100 d64", "f32 b1 h2 q100 kv100 d64 bshd", "f64 b1 h2 q100 kv100 d24 strides=packed",
-        "f32 b1 h2 q100 kv100 d33 strides=odd", "f32 b1 h2 q100 kv100 d64 strides=negative", "f32 b1 h1 q1 kv100 d64"})
+        "f32 b1 h2 q100 kv100 d33 strides=odd", "f32 b1 h2 q100 kv100 d64 strides=negative", "f32 b1 h1 q1 kv100 d64",
+        "f16 b1 h2 q1 kv100 d64"})
     CHECK_MESSAGE(!plan_of(line).copy_kv, line);
-  for (const char* line : {"bf16 b1 h2 q100 kv100 d64", "f16 b1 h2 q1 kv100 d64",
+  for (const char* line : {"bf16 b1 h2 q100 kv100 d64", "f16 b1 h2 q1 kv100 d40", "f32 b1 h2 q1 kv100 d33",
                            "f32 b1 h2 q100 kv100 d64 strides=lastdim", "f32 b1 h2 q100 kv100 d64 strides=transposed",
                            "f64 b1 h2 q100 kv100 d64 strides=reversed", "f32 b1 h2 q100 kv100 d64 strides=zero"})
     CHECK_MESSAGE(plan_of(line).copy_kv, line);
+}
+
+TEST_CASE("decode asks for K and V ahead where they are not in cache and there is arithmetic to hide it behind") {
+  for (const char* line : {"f32 b1 h4/1 q1 kv2048 d128", "bf16 b8 h4/2 q2 kv1024 d128", "f16 b1 h4 q1 kv8192 d128"})
+    CHECK_MESSAGE(plan_of(line).prefetch_kv, line);
+  for (const char* line : {"f32 b1 h4/1 q1 kv512 d128", "f32 b1 h4 q1 kv8192 d128", "f32 b1 h4 q512 kv2048 d128"})
+    CHECK_MESSAGE(!plan_of(line).prefetch_kv, line);
 }
 
 TEST_CASE("skipped tiles and attended pairs are counted right") {

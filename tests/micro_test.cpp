@@ -115,6 +115,22 @@ TEST_CASE_TEMPLATE("transpose", T, float, double) {
   }
 }
 
+TEST_CASE_TEMPLATE("sums of vectors, in an order that does not depend on the lane", T, float, double) {
+  constexpr int64_t n = lanes<T>;
+  vec<T> x[n], same[n];
+  aligned<T> row(n), sums(n);
+  for (int64_t i = 0; i < n; ++i) {
+    for (int64_t j = 0; j < n; ++j) row[j] = static_cast<T>(100 * i + j);
+    x[i] = vec<T>::load_aligned(row.get());
+    for (int64_t j = 0; j < n; ++j) row[j] = static_cast<T>(1) / static_cast<T>(j * j + 3);
+    same[i] = vec<T>::load_aligned(row.get());
+  }
+  sums_of<T>(x).store_aligned(sums.get());
+  for (int64_t i = 0; i < n; ++i) CHECK(sums[i] == static_cast<T>(100 * i * n + n * (n - 1) / 2));
+  sums_of<T>(same).store_aligned(sums.get());
+  for (int64_t i = 1; i < n; ++i) CHECK(sums[i] == sums[0]);
+}
+
 TEST_CASE("half precision: every value widens exactly and comes back") {
   for (uint32_t h = 0; h < 0x10000U; ++h) {
     const auto x = static_cast<uint16_t>(h);

@@ -4,8 +4,8 @@
 //   S[row][key] = reduce(sum over dim vectors of K[key] * q[row])     W keys at a time: W accumulators, one load each
 //   an FMA O[row] += P[row][key] * V[key]                                    up to 4 rows x 4 vectors of accumulators
 //
-// Rows of K and V must be whole vectors: other head sizes come here through the copy (kernel_call.copy_kv), padded with
-// zeros.
+// 16-bit elements are widened as they are loaded. Rows of K and V must be whole vectors: other head sizes come here
+// through the copy (kernel_call.copy_kv), padded with zeros.
 #pragma once
 
 #include "panel.hpp"
@@ -14,6 +14,7 @@ namespace manyhead::MH_ISA {
 namespace {
 
 inline constexpr int64_t most_decode_rows = 16;
+inline constexpr int64_t keys_at_once = 32;
 
 template <class D>
 struct decode_task {
@@ -21,6 +22,8 @@ struct decode_task {
   static constexpr int64_t w = lanes<T>;
   // 16 registers hold 2 x 4 accumulators, 4 vectors of V and 2 weights; 32 hold 4 x 4.
   static constexpr int value_rows = max_panel_vectors == 3 ? 4 : 2;
+  // Dot products of a step: 4 rows x 4 keys and 4 vectors of the rows, or 2 x 4 and 2.
+  static constexpr int dots = max_panel_vectors == 3 ? 16 : 8;
 
   const kernel_call& c;
   const kernel_task& task;
@@ -41,7 +44,7 @@ struct decode_task {
   MH_INLINE void carve(carver& from, int64_t row_count) {
     k_dim = round_up(c.head_dim, w);
     v_dim = round_up(c.v_dim, w);
-    width = round_up(c.block_kv, w);
+    width = round_up(c.block_kv, max_of(w, dots));
     q = from.take<T>(row_count * k_dim);
     out = from.take<T>(row_count * v_dim);
     scores = from.take<T>(row_count * width);
@@ -77,46 +80,103 @@ struct decode_task {
     }
   }
 
-  // Rows of K or V as whole vectors.
-  MH_INLINE const T* rows_of(const void* base, const int64_t* strides, int64_t begin, int64_t keys, int64_t dim,
-                             int64_t padded, T* copy) {
-    using S = typename D::storage;
-    const S* from = static_cast<const S*>(base) + task.batch * strides[0] + kv_head * strides[1] + begin * strides[2];
-    if (!c.copy_kv) return reinterpret_cast<const T*>(from);
+  // Rows of K or V as they are in memory, or as copied. E: the trait of their elements.
+  template <class E>
+  struct rows_at {
+    const typename E::storage* base;
+    int64_t stride;
+    MH_INLINE rows_at from(int64_t row, int64_t dim = 0) const { return {base + row * stride + dim, stride}; }
+  };
+  MH_INLINE rows_at<D> in_place(const void* base, const int64_t* strides, int64_t begin) const {
+    return {static_cast<const typename D::storage*>(base) + task.batch * strides[0] + kv_head * strides[1] +
+                begin * strides[2],
+            strides[2]};
+  }
+  MH_INLINE rows_at<plain<D>> copied(rows_at<D> from, int64_t keys, int64_t dim, int64_t dim_stride, int64_t padded,
+                                     T* copy) {
     for (int64_t k = 0; k < keys; ++k) {
-      widen_row<D>(from + k * strides[2], strides[3], dim, copy + k * padded);
+      widen_row<D>(from.from(k).base, dim_stride, dim, copy + k * padded);
       for (int64_t d = dim; d < padded; ++d) copy[k * padded + d] = T(0);
     }
-    return copy;
+    return {copy, padded};
   }
 
-  // W keys against every row; keys behind the last are the last again.
-  MH_INLINE void score_keys(const T* k, int64_t stride, int64_t keys, T* s) {
-    const T* key[w];
-#pragma GCC unroll 16
-    for (int64_t i = 0; i < w; ++i) key[i] = k + min_of(i, keys - 1) * stride;
-    for (int64_t r = 0; r < rows; ++r) {
-      vec<T> acc[w];
-#pragma GCC unroll 16
-      for (int64_t i = 0; i < w; ++i) acc[i] = vec<T>(T(0));
-      for (int64_t d = 0; d < k_dim; d += w) {
-        const vec<T> x = vec<T>::load_aligned(q + r * k_dim + d);
-#pragma GCC unroll 16
-        for (int64_t i = 0; i < w; ++i) acc[i] = xsimd::fma(load(key[i] + d), x, acc[i]);
+  // Rows of K or V that are needed soon. Reading them is what a decode step waits for, and the hardware looks ahead
+  // only while there are loads that miss, so lines are asked for, evenly, all through the arithmetic of the tile
+  // before.
+  struct upcoming {
+    const char* base;
+    int64_t stride, bytes;
+    MH_INLINE void fetch(int64_t begin, int64_t end) const {
+      if (bytes <= 0) return;
+      for (int64_t k = begin; k < end; ++k) {
+        for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(base + k * stride + b, 0, 2);
       }
-      transpose<T>(acc);
-#pragma GCC unroll 4
-      for (int64_t step = w / 2; step > 0; step /= 2) {
-#pragma GCC unroll 8
-        for (int64_t i = 0; i < step; ++i) acc[i] = acc[i] + acc[i + step];
-      }
-      acc[0].store_aligned(s + r * width);
     }
+    // The share of pass i of n passes over the same rows.
+    MH_INLINE upcoming part(int64_t i, int64_t n) const {
+      const int64_t share = round_up((bytes + n - 1) / n, 64);
+      return {base + i * share, stride, min_of(share, bytes - i * share)};
+    }
+  };
+  MH_INLINE upcoming ahead(rows_at<D> rows_there, int64_t dim, int64_t dim_stride) const {
+    constexpr int64_t size = sizeof(typename D::storage);
+    return {reinterpret_cast<const char*>(rows_there.base), rows_there.stride * size,
+            c.prefetch_kv && dim_stride == 1 ? dim * size : 0};
+  }
+
+  // R rows from row r against the next of `keys` keys, dots / R of them; keys behind the last are the last again.
+  template <int R, class E>
+  MH_INLINE void score_rows(int64_t r, rows_at<E> k, int64_t keys, T* s) {
+    constexpr int K = dots / R;
+    const typename E::storage* key[K];
+#pragma GCC unroll 16
+    for (int i = 0; i < K; ++i) key[i] = k.from(min_of(i, keys - 1)).base;
+    const T* row = q + r * k_dim;
+    vec<T> acc[dots];
+#pragma GCC unroll 16
+    for (int i = 0; i < dots; ++i) acc[i] = vec<T>(T(0));
+    for (int64_t d = 0; d < k_dim; d += w) {
+      vec<T> x[R];
+#pragma GCC unroll 4
+      for (int n = 0; n < R; ++n) x[n] = vec<T>::load_aligned(row + n * k_dim + d);
+#pragma GCC unroll 16
+      for (int i = 0; i < K; ++i) {
+        const vec<T> y = E::widen(key[i] + d);
+#pragma GCC unroll 4
+        for (int n = 0; n < R; ++n) acc[n * K + i] = xsimd::fma(y, x[n], acc[n * K + i]);
+      }
+    }
+    alignas(64) T sums[dots];
+#pragma GCC unroll 16
+    for (int i = 0; i < dots; i += static_cast<int>(w)) sums_of<T>(acc + i).store_aligned(sums + i);
+#pragma GCC unroll 4
+    for (int n = 0; n < R; ++n) memcpy(s + (r + n) * width, sums + n * K, K * sizeof(T));
+  }
+
+  // Rows r .. row_end against `keys` keys, R rows at a time.
+  template <int R, class E>
+  MH_INLINE void score_all(int64_t r, int64_t row_end, rows_at<E> k, int64_t keys, upcoming next) {
+    for (int64_t i = 0; i < keys; i += dots / R) {
+      for (int64_t n = r; n < row_end; n += R) {
+        next.part((n - r) / R, (row_end - r) / R).fetch(i, min_of(i + dots / R, keys));
+        score_rows<R>(n, k.from(i), keys - i, scores + i);
+      }
+    }
+  }
+
+  template <class E>
+  __attribute__((noinline)) void score(rows_at<E> k, int64_t keys, upcoming next) {
+    const int64_t whole = rows / value_rows * value_rows;
+    const int64_t pairs = rows / 2 * 2;
+    if (whole > 0) score_all<value_rows>(0, whole, k, keys, next);
+    if (whole < pairs) score_all<2>(whole, pairs, k, keys, whole == 0 ? next : upcoming{});
+    if (pairs < rows) score_all<1>(pairs, rows, k, keys, pairs == 0 ? next : upcoming{});
   }
 
   // O[row .. row + R)[dims of N vectors] += P V for one tile.
-  template <bool Careful, int R, int N>
-  MH_INLINE void add_values(const T* v, int64_t stride, int64_t keys, const T* p, T* to) {
+  template <bool Careful, int R, int N, class E>
+  MH_INLINE void add_values(rows_at<E> v, int64_t keys, const T* p, T* to, upcoming next) {
     vec<T> acc[R][N];
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
@@ -124,9 +184,10 @@ struct decode_task {
       for (int n = 0; n < N; ++n) acc[r][n] = vec<T>(T(0));
     }
     for (int64_t k = 0; k < keys; ++k) {
+      next.fetch(k, k + 1);
       vec<T> x[N];
 #pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) x[n] = load(v + k * stride + n * w);
+      for (int n = 0; n < N; ++n) x[n] = E::widen(v.from(k).base + n * w);
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
         const T weight = p[r * width + k];
@@ -147,24 +208,34 @@ struct decode_task {
     }
   }
 
-  template <bool Careful, int R>
-  MH_INLINE void add_rows(int64_t r, const T* v, int64_t stride, int64_t keys) {
+  // All dims of R rows, the part `pass` of `passes` over these keys.
+  template <bool Careful, int R, class E>
+  MH_INLINE void add_rows(int64_t r, int64_t first, rows_at<E> v, int64_t keys, upcoming next) {
+    const T* p = scores + r * width + first;
+    const int64_t passes = (rows + R - 1) / R * ((v_dim + 4 * w - 1) / (4 * w));
+    int64_t pass = r / R * ((v_dim + 4 * w - 1) / (4 * w));
     int64_t d = 0;
-    for (; d + 4 * w <= v_dim; d += 4 * w)
-      add_values<Careful, R, 4>(v + d, stride, keys, scores + r * width, out + r * v_dim + d);
-    for (; d + w <= v_dim; d += w)
-      add_values<Careful, R, 1>(v + d, stride, keys, scores + r * width, out + r * v_dim + d);
+    for (; d + 4 * w <= v_dim; d += 4 * w, ++pass)
+      add_values<Careful, R, 4>(v.from(0, d), keys, p, out + r * v_dim + d, next.part(pass, passes));
+    for (; d + w <= v_dim; d += w) add_values<Careful, R, 1>(v.from(0, d), keys, p, out + r * v_dim + d, upcoming{});
   }
 
-  template <bool Careful>
-  __attribute__((noinline)) void add_all(const T* v, int64_t stride, int64_t keys) {
-    int64_t r = 0;
-    for (; r + value_rows <= rows; r += value_rows) add_rows<Careful, value_rows>(r, v, stride, keys);
-    if (value_rows == 4 && r + 2 <= rows) {
-      add_rows<Careful, 2>(r, v, stride, keys);
-      r += 2;
+  // With more rows than one pass takes, a few keys at a time, so that their rows of V stay in L1 for the next pass.
+  template <bool Careful, class E>
+  __attribute__((noinline)) void add_all(rows_at<E> v, int64_t keys, upcoming next) {
+    const int64_t step = rows > value_rows ? keys_at_once : keys;
+    for (int64_t first = 0; first < keys; first += step) {
+      const int64_t n = min_of(step, keys - first);
+      const rows_at<E> from = v.from(first);
+      const upcoming near{next.base + first * next.stride, next.stride, next.bytes};
+      int64_t r = 0;
+      for (; r + value_rows <= rows; r += value_rows) add_rows<Careful, value_rows>(r, first, from, n, near);
+      if (value_rows == 4 && r + 2 <= rows) {
+        add_rows<Careful, 2>(r, first, from, n, r == 0 ? near : upcoming{});
+        r += 2;
+      }
+      if (r < rows) add_rows<Careful, 1>(r, first, from, n, r == 0 ? near : upcoming{});
     }
-    if (r < rows) add_rows<Careful, 1>(r, v, stride, keys);
   }
 
   // Takes in the scores of row r: raises its maximum, turns scores into weights.
@@ -217,9 +288,14 @@ struct decode_task {
         if (see == visibility::none) continue;
         restricted = restricted || see == visibility::some;
       }
-      const T* k = rows_of(c.k, c.k_strides, t.begin, keys, c.head_dim, k_dim, k_copy);
-      const int64_t k_stride = c.copy_kv ? k_dim : c.k_strides[2];
-      for (int64_t i = 0; i < keys; i += w) score_keys(k + i * k_stride, k_stride, keys - i, scores + i);
+      const rows_at<D> k = in_place(c.k, c.k_strides, t.begin);
+      const rows_at<D> v = in_place(c.v, c.v_strides, t.begin);
+      const upcoming values = ahead(v, c.v_dim, c.v_strides[3]);
+      if (c.copy_kv) {
+        score(copied(k, keys, c.head_dim, c.k_strides[3], k_dim, k_copy), keys, values);
+      } else {
+        score(k, keys, values);
+      }
       if (c.softcap > 0) {
         for (int64_t r = 0; r < rows; ++r) softcap_pass<T>(c, scores + r * width, padded);
       }
@@ -227,8 +303,12 @@ struct decode_task {
       if (c.bias != nullptr) bias_pass_rows<T>(c, t, width, scores);
       if (restricted) visibility_pass_rows<T>(words, rows, padded, width, scores);
       for (int64_t r = 0; r < rows; ++r) weigh<Careful>(r, padded, careful_factor);
-      const T* v = rows_of(c.v, c.v_strides, t.begin, keys, c.v_dim, v_dim, v_copy);
-      add_all<Careful>(v, c.copy_kv ? v_dim : c.v_strides[2], keys);
+      const upcoming next_keys = t.end < end ? ahead(k.from(keys), c.head_dim, c.k_strides[3]) : upcoming{};
+      if (c.copy_kv) {
+        add_all<Careful>(copied(v, keys, c.v_dim, c.v_strides[3], v_dim, v_copy), keys, next_keys);
+      } else {
+        add_all<Careful>(v, keys, next_keys);
+      }
     }
   }
 

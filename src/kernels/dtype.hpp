@@ -12,6 +12,7 @@ struct f32 {
   using storage = float;
   using real = float;
   static MH_INLINE float widen(float x) { return x; }
+  static MH_INLINE vec<float> widen(const float* p) { return load(p); }
   static MH_INLINE float narrow(float x) { return x; }
 };
 
@@ -19,8 +20,22 @@ struct f64 {
   using storage = double;
   using real = double;
   static MH_INLINE double widen(double x) { return x; }
+  static MH_INLINE vec<double> widen(const double* p) { return load(p); }
   static MH_INLINE double narrow(double x) { return x; }
 };
+
+// lanes<float> 16-bit elements as 32-bit integers.
+MH_INLINE xsimd::batch<uint32_t, MH_ARCH> load_16(const uint16_t* p) {
+#if defined(__AVX512F__)
+  return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__AVX2__)
+  return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+  alignas(64) uint32_t wide[lanes<float>];
+  for (int64_t i = 0; i < lanes<float>; ++i) wide[i] = p[i];
+  return xsimd::batch<uint32_t, MH_ARCH>::load_aligned(wide);
+#endif
+}
 
 struct bf16 {
   using storage = uint16_t;
@@ -31,6 +46,7 @@ struct bf16 {
     memcpy(&f, &u, 4);
     return f;
   }
+  static MH_INLINE vec<float> widen(const uint16_t* p) { return xsimd::bitwise_cast<float>(load_16(p) << 16); }
   static MH_INLINE uint16_t narrow(float f) {
     uint32_t u;
     memcpy(&u, &f, 4);
@@ -56,6 +72,21 @@ struct f16 {
     memcpy(&f, &u, 4);
     return f;
   }
+  static MH_INLINE vec<float> widen(const uint16_t* p) {
+#if defined(__AVX512F__)
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__AVX2__)
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+    using B = xsimd::batch<uint32_t, MH_ARCH>;
+    const B x = load_16(p);
+    const B magnitude = (x & B(0x7fffU)) << 13;
+    const B scaled = xsimd::bitwise_cast<uint32_t>(xsimd::bitwise_cast<float>(magnitude) * vec<float>(0x1p112F));
+    const auto special = (x & B(0x7c00U)) == B(0x7c00U);
+    const B mended = xsimd::select(special, magnitude | B(0x7f800000U), scaled);
+    return xsimd::bitwise_cast<float>(mended | ((x & B(0x8000U)) << 16));
+#endif
+  }
   static MH_INLINE uint16_t narrow(float f) {
     uint32_t u;
     memcpy(&u, &f, 4);
@@ -74,6 +105,20 @@ struct f16 {
   }
 };
 
+// The trait of memory that holds the arithmetic type itself.
+template <class T>
+struct plain_of;
+template <>
+struct plain_of<float> {
+  using type = f32;
+};
+template <>
+struct plain_of<double> {
+  using type = f64;
+};
+template <class D>
+using plain = typename plain_of<typename D::real>::type;
+
 // n elements, `stride` apart, widened into contiguous memory.
 template <class D>
 MH_INLINE void widen_row(const typename D::storage* p, int64_t stride, int64_t n, typename D::real* to) {
@@ -83,29 +128,8 @@ MH_INLINE void widen_row(const typename D::storage* p, int64_t stride, int64_t n
       memcpy(to, p, static_cast<size_t>(n) * sizeof(*to));
       return;
     }
-#if defined(__AVX512BW__)
-    if constexpr (sizeof(typename D::storage) == 2) {
-      for (; i + 16 <= n; i += 16) {
-        const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + i));
-        if constexpr (__is_same(D, f16)) {
-          _mm512_storeu_ps(to + i, _mm512_cvtph_ps(half));
-        } else {
-          _mm512_storeu_si512(to + i, _mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
-        }
-      }
-    }
-#elif defined(__AVX2__)
-    if constexpr (sizeof(typename D::storage) == 2) {
-      for (; i + 8 <= n; i += 8) {
-        const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + i));
-        if constexpr (__is_same(D, f16)) {
-          _mm256_storeu_ps(to + i, _mm256_cvtph_ps(half));
-        } else {
-          _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), _mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
-        }
-      }
-    }
-#endif
+    constexpr int64_t w = lanes<typename D::real>;
+    for (; i + w <= n; i += w) store(to + i, D::widen(p + i));
   }
   for (; i < n; ++i) to[i] = D::widen(p[i * stride]);
 }
