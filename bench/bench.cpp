@@ -272,6 +272,7 @@ void run_attention(benchmark::State& state, const row& r, int threads) {
 
 #if MH_WITH_BLAS
 void run_bare_products(benchmark::State& state, const workload& w) {
+  openblas_set_num_threads(1);
   tensors& t = tensors_of(w, MH_DTYPE_F32);
   probes::buffer scores(static_cast<std::size_t>(w.q_len * w.kv_len) * sizeof(float));
   const auto floats = [](const probes::buffer& b) { return reinterpret_cast<float*>(b.data()); };

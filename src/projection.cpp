@@ -31,8 +31,7 @@ constexpr int64_t most_size = INT_MAX - 63;  // and rounded up to an odd number 
 //   pthread  A process-wide number, set to 1 while any layer runs and put back by the last one.
 //   OpenMP   The calling thread's number of OpenMP threads, set to 1 around each block and put back.
 //   serial   Built without locks (by Debian and Ubuntu): concurrent calls share a work buffer and return wrong numbers.
-//   Blocks run one
-//            at a time, on the calling thread.
+//            Blocks run one at a time, on the calling thread.
 class blas_scope {  // around all blocks of a list
  public:
   blas_scope() {
