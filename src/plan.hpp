@@ -19,7 +19,7 @@ struct plan {
   int64_t block_kv;                           // keys of a tile
   int64_t chunk_keys;                         // keys of a split
   int64_t chunks;                             // splits; 1 = none
-  bool prefetch_kv;                           // the decode route asks for rows of K and V ahead of need
+  bool prefetch;                              // rows of K, V, Q and out are asked for ahead of need
   bool copy_kv;                               // tiles of K and V are copied (converted, made contiguous) before use
   bool second_pass;                           // weights, mean weights, scores or column sums are written after out
   int64_t second_block_q, second_row_blocks;  // its tasks' rows: whole queries where heads are averaged

@@ -101,30 +101,6 @@ struct decode_task {
     return {copy, padded};
   }
 
-  // Rows of K or V that are needed soon. Reading them is what a decode step waits for, and the hardware looks ahead
-  // only while there are loads that miss, so lines are asked for, evenly, all through the arithmetic of the tile
-  // before.
-  struct upcoming {
-    const char* base;
-    int64_t stride, bytes;
-    MH_INLINE void fetch(int64_t begin, int64_t end) const {
-      if (bytes <= 0) return;
-      for (int64_t k = begin; k < end; ++k) {
-        for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(base + k * stride + b, 0, 2);
-      }
-    }
-    // The share of pass i of n passes over the same rows.
-    MH_INLINE upcoming part(int64_t i, int64_t n) const {
-      const int64_t share = round_up((bytes + n - 1) / n, 64);
-      return {base + i * share, stride, min_of(share, bytes - i * share)};
-    }
-  };
-  MH_INLINE upcoming ahead(rows_at<D> rows_there, int64_t dim, int64_t dim_stride) const {
-    constexpr int64_t size = sizeof(typename D::storage);
-    return {reinterpret_cast<const char*>(rows_there.base), rows_there.stride * size,
-            c.prefetch_kv && dim_stride == 1 ? dim * size : 0};
-  }
-
   // R rows from row r against the next of `keys` keys, dots / R of them; keys behind the last are the last again.
   template <int R, class E>
   MH_INLINE void score_rows(int64_t r, rows_at<E> k, int64_t keys, T* s) {
@@ -227,7 +203,7 @@ struct decode_task {
     for (int64_t first = 0; first < keys; first += step) {
       const int64_t n = min_of(step, keys - first);
       const rows_at<E> from = v.from(first);
-      const upcoming near{next.base + first * next.stride, next.stride, next.bytes};
+      const upcoming near = next.from(first);
       int64_t r = 0;
       for (; r + value_rows <= rows; r += value_rows) add_rows<Careful, value_rows>(r, first, from, n, near);
       if (value_rows == 4 && r + 2 <= rows) {
@@ -290,7 +266,7 @@ struct decode_task {
       }
       const rows_at<D> k = in_place(c.k, c.k_strides, t.begin);
       const rows_at<D> v = in_place(c.v, c.v_strides, t.begin);
-      const upcoming values = ahead(v, c.v_dim, c.v_strides[3]);
+      const upcoming values = rows_ahead<D>(c, c.v, c.v_strides, t.batch, kv_head, t.begin, keys, c.v_dim);
       if (c.copy_kv) {
         score(copied(k, keys, c.head_dim, c.k_strides[3], k_dim, k_copy), keys, values);
       } else {
@@ -303,7 +279,8 @@ struct decode_task {
       if (c.bias != nullptr) bias_pass_rows<T>(c, t, width, scores);
       if (restricted) visibility_pass_rows<T>(words, rows, padded, width, scores);
       for (int64_t r = 0; r < rows; ++r) weigh<Careful>(r, padded, careful_factor);
-      const upcoming next_keys = t.end < end ? ahead(k.from(keys), c.head_dim, c.k_strides[3]) : upcoming{};
+      const upcoming next_keys =
+          rows_ahead<D>(c, c.k, c.k_strides, t.batch, kv_head, t.end, min_of(c.block_kv, end - t.end), c.head_dim);
       if (c.copy_kv) {
         add_all<Careful>(copied(v, keys, c.v_dim, c.v_strides[3], v_dim, v_copy), keys, next_keys);
       } else {
@@ -322,10 +299,11 @@ struct decode_task {
       const row_end e = finish_row<T>(row_max[r], row_sum[r], c.exp_scale, sink_of<T>(c, head, task.chunk));
       write_state<T>(c, task.batch, head, row / c.group, task.chunk, e);
       const T factor = static_cast<T>(e.factor * undo);
+      void* const place = place_of_row<D>(c, task.batch, head, row / c.group, task.chunk);
       for (int64_t d = 0; d < c.v_dim; d += w) {
         const vec<T> x = load(out + r * v_dim + d) * vec<T>(factor);
         not_finite = xsimd::fma(x, vec<T>(T(0)), not_finite);
-        write_values<D>(c, task.batch, head, row / c.group, task.chunk, d, min_of(w, c.v_dim - d), x);
+        write_values<D>(c, place, d, min_of(w, c.v_dim - d), x);
       }
     }
     return xsimd::all(not_finite == vec<T>(T(0)));

@@ -25,6 +25,7 @@ template <class T>
 struct panel {
   int64_t row, count;  // rows [row, row + count)
   int vectors;
+  bool packed;      // q is there
   bool started;     // out holds something
   key_range clip;   // keys that any row may attend
   key_range whole;  // keys that every row may attend, as far as positions go
@@ -78,6 +79,18 @@ MH_INLINE panel<T> carve_panel(carver& from, const kernel_call& c, bool with_out
   return p;
 }
 
+// Row r of a kv head's rows: the query and the query head's place in its group. Stepping saves two divisions a row.
+struct row_of {
+  int64_t query, member;
+  MH_INLINE row_of(const kernel_call& c, int64_t r) : query(r / c.group), member(r - query * c.group) {}
+  MH_INLINE void step(const kernel_call& c) {
+    if (++member == c.group) {
+      member = 0;
+      ++query;
+    }
+  }
+};
+
 // Q^T, times q_scale; lanes behind the last row are 0.
 template <class D>
 __attribute__((noinline)) void pack_q(const kernel_call& c, int64_t batch, int64_t kv_head,
@@ -85,29 +98,29 @@ __attribute__((noinline)) void pack_q(const kernel_call& c, int64_t batch, int64
   using T = typename D::real;
   constexpr int64_t w = lanes<T>;
   const vec<T> scale(static_cast<T>(c.q_scale));
-  const auto* q = static_cast<const typename D::storage*>(c.q);
-  alignas(64) T buffer[w];
+  const auto* q = static_cast<const typename D::storage*>(c.q) + batch * c.q_strides[0];
+  const bool dense = c.q_strides[3] == 1;
   for (int64_t l0 = 0; l0 < p.width(); l0 += w) {
+    const typename D::storage* from[w];
+    const int64_t count = min_of(w, p.count - l0);
+    row_of at(c, p.row + l0);
+    for (int64_t l = 0; l < count; ++l, at.step(c))
+      from[l] = q + (kv_head * c.group + at.member) * c.q_strides[1] + at.query * c.q_strides[2];
     for (int64_t d0 = 0; d0 < c.head_dim; d0 += w) {
       const int64_t n = min_of(w, c.head_dim - d0);
       vec<T> rows[w];
-      for (int64_t l = 0; l < w; ++l) {
-        const int64_t r = p.row + l0 + l;
-        rows[l] = vec<T>(T(0));
-        if (l0 + l >= p.count) continue;
-        const auto* from = q + batch * c.q_strides[0] + (kv_head * c.group + r % c.group) * c.q_strides[1] +
-                           r / c.group * c.q_strides[2] + d0 * c.q_strides[3];
-        if constexpr (sizeof(typename D::storage) == sizeof(T)) {
-          if (n == w && c.q_strides[3] == 1) {
-            rows[l] = load(reinterpret_cast<const T*>(from)) * scale;
-            continue;
-          }
+      if (count == w && n == w && dense) {
+#pragma GCC unroll 16
+        for (int64_t l = 0; l < w; ++l) rows[l] = D::widen(from[l] + d0) * scale;
+      } else {
+        for (int64_t l = 0; l < w; ++l) {
+          alignas(64) T buffer[w] = {};
+          if (l < count) widen_row<D>(from[l] + d0 * c.q_strides[3], c.q_strides[3], n, buffer);
+          rows[l] = load(buffer) * scale;
         }
-        for (int64_t i = n; i < w; ++i) buffer[i] = T(0);
-        widen_row<D>(from, c.q_strides[3], n, buffer);
-        rows[l] = load(buffer) * scale;
       }
       transpose<T>(rows);
+#pragma GCC unroll 16
       for (int64_t i = 0; i < w; ++i) rows[i].store_aligned(p.q + (d0 + i) * p.width() + l0);
     }
   }
@@ -119,6 +132,7 @@ MH_INLINE void place_panel(const kernel_call& c, const positions& at, int64_t ro
   p.row = row;
   p.vectors = panel_vectors<T>(end - row);
   p.count = min_of(p.width(), end - row);
+  p.packed = false;
   p.started = false;
   const key_range first = range_of(c, at, row / c.group);
   const key_range last = range_of(c, at, (row + p.count - 1) / c.group);
@@ -138,11 +152,22 @@ MH_INLINE const typename D::real* kv_rows(const void* base, const int64_t* strid
   return copy;
 }
 
+// Rows [begin, begin + rows) of q, k, v or out, to be asked for ahead where the plan says so.
+template <class D>
+MH_INLINE upcoming rows_ahead(const kernel_call& c, const void* base, const int64_t* strides, int64_t batch,
+                              int64_t head, int64_t begin, int64_t rows, int64_t dim) {
+  if (!c.prefetch || strides[3] != 1 || rows <= 0) return {};
+  constexpr int64_t size = sizeof(typename D::storage);
+  const char* from =
+      static_cast<const char*>(base) + (batch * strides[0] + head * strides[1] + begin * strides[2]) * size;
+  return {from, strides[2] * size, dim * size, rows};
+}
+
 // S^T of a tile with everything that changes scores, and its column maxima. `none`: no row attends any of the keys;
 // nothing is written.
 template <class T, int NV>
 MH_INLINE visibility scores_of(const kernel_call& c, const positions& at, const panel<T>& p, const tile_at& t,
-                               by_rows<T> k, const tile_scratch<T>& scratch) {
+                               by_rows<T> k, const tile_scratch<T>& scratch, upcoming next = {}) {
   constexpr int64_t w = lanes<T>;
   constexpr int64_t width = NV * w;
   visibility see = visibility::all;
@@ -153,10 +178,10 @@ MH_INLINE visibility scores_of(const kernel_call& c, const positions& at, const 
   T* s = scratch.scores;
   for (int v = 0; v < NV; ++v) vec<T>(-infinity<T>).store_aligned(scratch.tile_max + v * w);
   if (see == visibility::all && !has_score_passes(c)) {
-    product<product_mode::set_max, NV>(k, p.q, t.keys(), c.head_dim, s, scratch.tile_max);
+    product<product_mode::set_max, NV>(k, p.q, t.keys(), c.head_dim, s, scratch.tile_max, next);
     return see;
   }
-  product<product_mode::set, NV>(k, p.q, t.keys(), c.head_dim, s, scratch.tile_max);
+  product<product_mode::set, NV>(k, p.q, t.keys(), c.head_dim, s, scratch.tile_max, next);
   if (c.softcap > 0) softcap_pass<T>(c, s, t.keys() * width);
   if (c.alibi_slopes != nullptr) alibi_pass_transposed<T>(c, at, t, width, s);
   if (c.bias != nullptr) bias_pass_transposed<T>(c, t, width, s);
@@ -202,22 +227,29 @@ MH_INLINE void write_state(const kernel_call& c, int64_t batch, int64_t head, in
   }
 }
 
-// n values of a finished row, from dim d on: to out, or to the partial results of a split.
+// Where a finished row goes: T of the partial results of a split, or the storage type of out.
 template <class D>
-MH_INLINE void write_values(const kernel_call& c, int64_t batch, int64_t head, int64_t query, int64_t chunk, int64_t d,
-                            int64_t n, vec<typename D::real> x) {
+MH_INLINE void* place_of_row(const kernel_call& c, int64_t batch, int64_t head, int64_t query, int64_t chunk) {
+  if (c.chunks > 1)
+    return static_cast<typename D::real*>(c.partial_out) +
+           (chunk * c.batch * c.heads * c.q_len + row_index(c, batch, head, query)) * c.v_dim;
+  return static_cast<typename D::storage*>(c.out) + batch * c.out_strides[0] + head * c.out_strides[1] +
+         query * c.out_strides[2];
+}
+
+// n values of it, from dim d on.
+template <class D>
+MH_INLINE void write_values(const kernel_call& c, void* row, int64_t d, int64_t n, vec<typename D::real> x) {
   using T = typename D::real;
   alignas(64) T buffer[lanes<T>];
   if (c.chunks > 1) {
-    T* to = static_cast<T*>(c.partial_out) +
-            (chunk * c.batch * c.heads * c.q_len + row_index(c, batch, head, query)) * c.v_dim + d;
+    T* to = static_cast<T*>(row) + d;
     if (n == lanes<T>) return store<T>(to, x);
     x.store_aligned(buffer);
     for (int64_t i = 0; i < n; ++i) to[i] = buffer[i];
     return;
   }
-  auto* to = static_cast<typename D::storage*>(c.out) + batch * c.out_strides[0] + head * c.out_strides[1] +
-             query * c.out_strides[2] + d * c.out_strides[3];
+  auto* to = static_cast<typename D::storage*>(row) + d * c.out_strides[3];
   if constexpr (sizeof(typename D::storage) == sizeof(T)) {
     if (n == lanes<T> && c.out_strides[3] == 1) return store<T>(reinterpret_cast<T*>(to), x);
   }

@@ -105,19 +105,24 @@ MH_INLINE void product_tile(A a, const T* b, int64_t depth, T* c, T* column_max)
 
 // All `rows` rows of C, in tiles of M rows and then of M / 2, ... 1.
 template <product_mode Mode, int M, int NV, class T, class A>
-MH_INLINE void product_tiles(A a, const T* b, int64_t rows, int64_t depth, T* c, T* column_max) {
+MH_INLINE void product_tiles(A a, const T* b, int64_t rows, int64_t depth, T* c, T* column_max, upcoming next) {
   int64_t m = 0;
-  for (; m + M <= rows; m += M) product_tile<Mode, M, NV>(a.from(m), b, depth, c + m * NV * lanes<T>, column_max);
+  const int64_t share = next.rows > 0 ? next.rows / max_of(rows / M, 1) + 1 : 0;
+  for (; m + M <= rows; m += M) {
+    next.fetch(m / M * share, (m / M + 1) * share);
+    product_tile<Mode, M, NV>(a.from(m), b, depth, c + m * NV * lanes<T>, column_max);
+  }
   if constexpr (M > 1) {
     if (m < rows)
       product_tiles<Mode, (M == 12 || M == 6 ? M / 3 * 2 : M / 2), NV>(a.from(m), b, rows - m, depth,
-                                                                       c + m * NV * lanes<T>, column_max);
+                                                                       c + m * NV * lanes<T>, column_max, upcoming{});
   }
 }
 
 template <product_mode Mode, int NV, class T, class A>
-__attribute__((noinline)) void product(A a, const T* b, int64_t rows, int64_t depth, T* c, T* column_max) {
-  product_tiles<Mode, tile_rows<NV>, NV>(a, b, rows, depth, c, column_max);
+__attribute__((noinline)) void product(A a, const T* b, int64_t rows, int64_t depth, T* c, T* column_max,
+                                       upcoming next = {}) {
+  product_tiles<Mode, tile_rows<NV>, NV>(a, b, rows, depth, c, column_max, next);
 }
 
 }  // namespace

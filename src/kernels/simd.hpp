@@ -64,6 +64,27 @@ MH_INLINE void store(T* p, vec<T> x) {
   x.store_unaligned(p);
 }
 
+// Rows of memory that are needed soon. The hardware looks ahead only while there are loads that miss; arithmetic on
+// what is in cache would let memory idle, so lines are asked for, evenly, all through it.
+struct upcoming {
+  const char* base;
+  int64_t stride, bytes;  // of a row
+  int64_t rows;
+
+  MH_INLINE upcoming from(int64_t row) const { return {base + row * stride, stride, bytes, max_of(rows - row, 0)}; }
+  MH_INLINE void fetch(int64_t begin, int64_t end) const {
+    end = min_of(end, rows);
+    for (int64_t row = begin; row < end; ++row) {
+      for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(base + row * stride + b, 0, 2);
+    }
+  }
+  // The share of pass i of n passes over the same rows.
+  MH_INLINE upcoming part(int64_t i, int64_t n) const {
+    const int64_t share = round_up((bytes + n - 1) / n, 64);
+    return {base + i * share, stride, min_of(share, bytes - i * share), rows};
+  }
+};
+
 // The larger of a constant and x, NaN where x is NaN: x86's instruction returns its second operand then (xsimd's max
 // has had either order).
 template <class T>
