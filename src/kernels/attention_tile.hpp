@@ -169,9 +169,11 @@ struct tile_task {
 #pragma GCC unroll 16
         for (int64_t i = 0; i < w; ++i) not_finite = xsimd::fma(block[i], vec<T>(T(0)), not_finite);
         transpose<T>(block);
-        if (n == w && count == w && in_vectors) {
+        if (n == w && in_vectors) {
 #pragma GCC unroll 16
-          for (int64_t l = 0; l < w; ++l) store<T>(static_cast<T*>(place[l]) + d0, block[l]);
+          for (int64_t l = 0; l < w; ++l) {
+            if (l < count) store<T>(static_cast<T*>(place[l]) + d0, block[l]);
+          }
         } else {
           for (int64_t l = 0; l < count; ++l) write_values<D>(c, place[l], d0, n, block[l]);
         }

@@ -109,9 +109,9 @@ __attribute__((noinline)) void pack_q(const kernel_call& c, int64_t batch, int64
     for (int64_t d0 = 0; d0 < c.head_dim; d0 += w) {
       const int64_t n = min_of(w, c.head_dim - d0);
       vec<T> rows[w];
-      if (count == w && n == w && dense) {
+      if (n == w && dense) {
 #pragma GCC unroll 16
-        for (int64_t l = 0; l < w; ++l) rows[l] = D::widen(from[l] + d0) * scale;
+        for (int64_t l = 0; l < w; ++l) rows[l] = l < count ? D::widen(from[l] + d0) * scale : vec<T>(T(0));
       } else {
         for (int64_t l = 0; l < w; ++l) {
           alignas(64) T buffer[w] = {};
