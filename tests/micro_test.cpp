@@ -165,6 +165,41 @@ TEST_CASE("narrowing rounds to nearest even") {
   CHECK(std::isinf(bf16::widen(bf16::narrow(3.4e38F))));
 }
 
+TEST_CASE_TEMPLATE("vectors widen and narrow as single elements do", D, bf16, f16) {
+  constexpr int64_t n = lanes<float>;
+  aligned<float> wide(n);
+  uint16_t narrow[n];
+  const auto bits_of_float = [](float f) {
+    uint32_t u;
+    std::memcpy(&u, &f, 4);
+    return u;
+  };
+  for (uint32_t first = 0; first < 0x10000U; first += n) {
+    for (int64_t i = 0; i < n; ++i) narrow[i] = static_cast<uint16_t>(first + i);
+    D::widen(narrow).store_aligned(wide.get());
+    for (int64_t i = 0; i < n; ++i) {
+      const float want = D::widen(narrow[i]);
+      CHECK((std::isnan(want) ? std::isnan(wide[i]) : bits_of_float(wide[i]) == bits_of_float(want)));
+    }
+  }
+  // All exponents and signs, mantissas around the halves that are rounded.
+  for (uint32_t top = 0; top < 0x10000U; top += 3) {
+    for (const uint32_t low : {0U, 1U, 0x0fffU, 0x1000U, 0x1001U, 0x3000U, 0x7fffU, 0x8000U, 0x8001U, 0xffffU}) {
+      const uint32_t u = top << 16 | low;
+      float f;
+      std::memcpy(&f, &u, 4);
+      for (int64_t i = 0; i < n; ++i) wide[i] = i % 2 == 0 ? f : 1.0F;
+      D::narrow(vec<float>::load_aligned(wide.get()), narrow);
+      const uint16_t want = D::narrow(f);
+      for (int64_t i = 0; i < n; i += 2) {
+        const bool same = std::isnan(f) ? std::isnan(D::widen(narrow[i])) : narrow[i] == want;
+        CHECK_MESSAGE(same, u);
+      }
+      CHECK(D::widen(narrow[1]) == 1.0F);
+    }
+  }
+}
+
 TEST_CASE_TEMPLATE("rows of every length and stride widen and narrow", D, f32, f64, bf16, f16) {
   using S = typename D::storage;
   using T = typename D::real;

@@ -14,6 +14,7 @@ struct f32 {
   static MH_INLINE float widen(float x) { return x; }
   static MH_INLINE vec<float> widen(const float* p) { return load(p); }
   static MH_INLINE float narrow(float x) { return x; }
+  static MH_INLINE void narrow(vec<float> x, float* p) { store(p, x); }
 };
 
 struct f64 {
@@ -22,6 +23,7 @@ struct f64 {
   static MH_INLINE double widen(double x) { return x; }
   static MH_INLINE vec<double> widen(const double* p) { return load(p); }
   static MH_INLINE double narrow(double x) { return x; }
+  static MH_INLINE void narrow(vec<double> x, double* p) { store(p, x); }
 };
 
 // lanes<float> 16-bit elements as 32-bit integers.
@@ -34,6 +36,20 @@ MH_INLINE xsimd::batch<uint32_t, MH_ARCH> load_16(const uint16_t* p) {
   alignas(64) uint32_t wide[lanes<float>];
   for (int64_t i = 0; i < lanes<float>; ++i) wide[i] = p[i];
   return xsimd::batch<uint32_t, MH_ARCH>::load_aligned(wide);
+#endif
+}
+
+// The reverse, of 32-bit integers that fit 16 bits.
+MH_INLINE void store_16(xsimd::batch<uint32_t, MH_ARCH> x, uint16_t* p) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(x));
+#elif defined(__AVX2__)
+  const __m256i pairs = _mm256_permute4x64_epi64(_mm256_packus_epi32(x, x), 0x08);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(pairs));
+#else
+  alignas(64) uint32_t wide[lanes<float>];
+  x.store_aligned(wide);
+  for (int64_t i = 0; i < lanes<float>; ++i) p[i] = static_cast<uint16_t>(wide[i]);
 #endif
 }
 
@@ -52,6 +68,13 @@ struct bf16 {
     memcpy(&u, &f, 4);
     if ((u & 0x7fffffffU) > 0x7f800000U) return static_cast<uint16_t>((u >> 16) | 0x40U);  // NaN stays NaN
     return static_cast<uint16_t>((u + 0x7fffU + ((u >> 16) & 1U)) >> 16);
+  }
+  static MH_INLINE void narrow(vec<float> f, uint16_t* p) {
+    using B = xsimd::batch<uint32_t, MH_ARCH>;
+    const B u = xsimd::bitwise_cast<uint32_t>(f);
+    const B rounded = (u + B(0x7fffU) + ((u >> 16) & B(1U))) >> 16;
+    const auto is_nan = (u & B(0x7fffffffU)) > B(0x7f800000U);
+    store_16(xsimd::select(is_nan, (u >> 16) | B(0x40U), rounded), p);
   }
 };
 
@@ -103,6 +126,17 @@ struct f16 {
     }
     return static_cast<uint16_t>(sign | ((u - 0x38000000U + 0xfffU + ((u >> 13) & 1U)) >> 13));
   }
+  static MH_INLINE void narrow(vec<float> f, uint16_t* p) {
+#if defined(__AVX512F__)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(f, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__AVX2__)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(f, _MM_FROUND_TO_NEAREST_INT));
+#else
+    alignas(64) float wide[lanes<float>];
+    f.store_aligned(wide);
+    for (int64_t i = 0; i < lanes<float>; ++i) p[i] = narrow(wide[i]);
+#endif
+  }
 };
 
 // The trait of memory that holds the arithmetic type itself.
@@ -143,7 +177,12 @@ MH_INLINE void narrow_row(const typename D::real* from, int64_t n, typename D::s
       return;
     }
   }
-  for (int64_t i = 0; i < n; ++i) p[i * stride] = D::narrow(from[i]);
+  int64_t i = 0;
+  if (stride == 1) {
+    constexpr int64_t w = lanes<typename D::real>;
+    for (; i + w <= n; i += w) D::narrow(load(from + i), p + i);
+  }
+  for (; i < n; ++i) p[i * stride] = D::narrow(from[i]);
 }
 
 // A row of any dtype, known at run time only (biases, which may have another dtype than q, k and v).

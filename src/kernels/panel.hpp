@@ -250,9 +250,7 @@ MH_INLINE void write_values(const kernel_call& c, void* row, int64_t d, int64_t 
     return;
   }
   auto* to = static_cast<typename D::storage*>(row) + d * c.out_strides[3];
-  if constexpr (sizeof(typename D::storage) == sizeof(T)) {
-    if (n == lanes<T> && c.out_strides[3] == 1) return store<T>(reinterpret_cast<T*>(to), x);
-  }
+  if (n == lanes<T> && c.out_strides[3] == 1) return D::narrow(x, to);
   x.store_aligned(buffer);
   narrow_row<D>(buffer, n, to, c.out_strides[3]);
 }
