@@ -35,8 +35,15 @@ class Worker:
     """A process that answers one line to each line, and is stopped in between."""
 
     def __init__(self, command: list[str], env: dict[str, str]) -> None:
+        # In a group of its own: Ctrl-C is for this program alone, which then ends the others.
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=os.environ | env
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            env=os.environ | env,
+            process_group=0,
         )
 
     def read(self) -> str:
@@ -252,9 +259,16 @@ def main() -> int:
         parser.error(f"there is no contestant '{wrong}'; there are {', '.join(CONTESTANTS)}")
     if options.rounds < 1 or options.threads < 1:
         parser.error("--rounds and --threads must be at least 1")
+    if options.json:  # before the long run, not after
+        try:
+            options.json.touch()
+        except OSError as error:
+            parser.error(f"{options.json} cannot be written: {error.strerror}")
 
     probe = Probe(options.threads)
     workers: dict[str, Worker] = {}
+    measured: list[dict[str, Any]] = []
+    stopped = False
     try:
         workers, versions = start(names, options.threads)
         cpu = f"{cpu_name()}, {probe.isa}, {options.threads} threads"
@@ -265,16 +279,19 @@ def main() -> int:
             "ratio: best peer's time / ours.\n"
         )
         printer = Table(list(workers), options.markdown)
-        measured = []
         for dtype in dtypes:
             for w in rows:
                 measured.append(measure_row(w, dtype, workers, probe, options.rounds, options.seconds))
                 printer.row(measured[-1])
+    except KeyboardInterrupt:
+        stopped = True
     finally:
         for worker in [probe.worker, *workers.values()]:
             worker.end()
 
-    print()
+    print("\nStopped; these are the rows that were finished." if stopped else "")
+    if not measured:
+        return 130
     for title, units in (("prefill", ["GFLOP/s"]), ("decode", ["GB/s"]), ("all", ["GFLOP/s", "GB/s", "us"])):
         ratios = [r["ratio"] for r in measured if "ratio" in r and r["unit"] in units]
         if ratios:
@@ -293,6 +310,8 @@ def main() -> int:
     if options.json:
         document = {"kind": "peers", "cpu": cpu, "threads": options.threads, "versions": versions, "rows": measured}
         options.json.write_text(json.dumps(document, indent=1) + "\n")
+    if stopped:
+        return 130
     return 1 if any(OURS in r["notes"] for r in measured) else 0
 
 
