@@ -80,25 +80,26 @@ def find_probe() -> str:
     raise SystemExit("peers.py: bench/probe is not built; build the project or set MANYHEAD_PROBE to its path")
 
 
-def start(names: list[str], threads: int) -> tuple[dict[str, Worker], dict[str, str]]:
-    """The contestants that are installed, and their versions."""
-    workers, versions = {}, {}
+def start(names: list[str], threads: int, workers: dict[str, Worker]) -> dict[str, str]:
+    """Fills `workers` with the contestants that are installed; their versions."""
+    versions = {}
     for name in names:
         pools = 1 if name == "bare products" else threads
         env = {key: str(pools) for key in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
         worker = Worker([sys.executable, str(HERE / "contestants.py"), name, str(threads)], env)
+        workers[name] = worker
         try:
             hello = json.loads(worker.read())
         except ChildProcessError as error:
             hello = {"absent": str(error)}
         if "absent" in hello:
-            worker.end()
+            workers.pop(name).end()
             if name == OURS:
                 raise SystemExit(f"peers.py: manyhead does not load: {hello['absent']}")
             print(f"without {name}: {hello['absent']}", file=sys.stderr)
         else:
-            workers[name], versions[name] = worker, hello["versions"]
-    return workers, versions
+            versions[name] = hello["versions"]
+    return versions
 
 
 def disagreement(answer: dict[str, Any], expected: np.ndarray) -> str | None:
@@ -270,7 +271,7 @@ def main() -> int:
     measured: list[dict[str, Any]] = []
     stopped = False
     try:
-        workers, versions = start(names, options.threads)
+        versions = start(names, options.threads, workers)
         cpu = f"{cpu_name()}, {probe.isa}, {options.threads} threads"
         print(cpu, *(f"{name}: {text}" for name, text in versions.items()), sep="\n")
         print(
