@@ -101,8 +101,7 @@ const char* const busy_lines[] = {
     "f16 b1 h8/1 q1 kv3000 d128 lse",
 };
 
-// --- lines of text
-// -------------------------------------------------------------------------------------------------------
+// --- lines of text ---------------------------------------------------------------------------------------------------
 
 TEST_CASE("a line that is not understood is refused") {
   CHECK_THROWS_AS(parse_problem(""), std::invalid_argument);
@@ -203,8 +202,7 @@ TEST_CASE("a plan's JSON is JSON") {
   }
 }
 
-// --- decisions
-// -----------------------------------------------------------------------------------------------------------
+// --- decisions -------------------------------------------------------------------------------------------------------
 
 TEST_CASE("a plan covers its problem") {
   for (const problem_line& line : read_problems(MH_PROBLEMS_FILE)) {
@@ -309,8 +307,7 @@ TEST_CASE("skipped tiles and attended pairs are counted right") {
   CHECK(plan_of("f32 b1 h1 q4096 kv4096 d64 window=100,0").tiles_skipped > 0.9);
 }
 
-// --- instruction sets
-// --------------------------------------------------------------------------------------------------
+// --- instruction sets ------------------------------------------------------------------------------------------------
 
 TEST_CASE("the ISA of new plans can be forced") {
   REQUIRE(isa_count() > 0);
@@ -347,8 +344,7 @@ TEST_CASE("the ISA of new plans can be forced") {
   CHECK(automatic == current_isa().isa);
 }
 
-// --- threads
-// -------------------------------------------------------------------------------------------------------------
+// --- threads ---------------------------------------------------------------------------------------------------------
 
 using hook_body = std::function<void(int64_t n, const std::function<void(int64_t)>& call)>;
 
@@ -498,8 +494,7 @@ TEST_CASE("parallel_for calls each index once") {
   }
 }
 
-// --- memory
-// --------------------------------------------------------------------------------------------------------------
+// --- memory ----------------------------------------------------------------------------------------------------------
 
 TEST_CASE("with the caller's workspace nothing is allocated") {
   for (const char* text : busy_lines) {
@@ -552,8 +547,7 @@ TEST_CASE("the count of allocations counts") {
 }
 #endif
 
-// --- floating-point state
-// ------------------------------------------------------------------------------------------------
+// --- floating-point state --------------------------------------------------------------------------------------------
 
 #if defined(__x86_64__)
 // Flush to zero, denormals are zero, round up; round down, and overflow, division by zero and invalid operations trap;
@@ -610,8 +604,7 @@ TEST_CASE("the floating-point state stays the caller's, and does not matter") {
   }
 }
 
-// --- the reference itself
-// ------------------------------------------------------------------------------------------------
+// --- the reference itself --------------------------------------------------------------------------------------------
 
 TEST_CASE("16-bit floats") {
   const struct {

@@ -288,8 +288,7 @@ TEST_CASE("problems") {
   CHECK(lines > 0);
 }
 
-// --- properties
-// --------------------------------------------------------------------------------------------------------
+// --- properties ------------------------------------------------------------------------------------------------------
 
 // `storage`: what each part or result lost when it was stored; parts are averages of numbers around 1.
 void check_near(const tensor& a, const tensor& b, double storage) {

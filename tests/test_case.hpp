@@ -2,16 +2,18 @@
 // pages, so that a read or write past either end is a crash; what lies between elements holds NaN (inputs) or a canary
 // (outputs).
 //
-// data=    normal    q, k, v ~ N(0, 1)                    masked  normal, and masks, biases and lengths that empty
-// whole rows
-//          heavy     lognormal tails                      poison  normal, and NaN and inf in some keys that some rows
-//          attend spread    scores that grow (or fall) along the keys to about +-60: the running maximum moves all the
-//          time equal     all keys and values equal            huge    scores of +-1e6 and +-1e30, the largest well
-//          apart maxval    v near the largest number            denormal  v below the smallest normal number
-// strides= packed (q, k, v as slices of one row), transposed (last two dimensions), zero (one stride of q, k, v each is
-// 0),
-//          negative (all but the last), reversed (the last), lastdim (the last is 3), odd (padded and off by one
-//          element)
+// data=    normal    q, k, v ~ N(0, 1)
+//          masked    normal, and masks, biases and lengths that empty whole rows
+//          heavy     lognormal tails
+//          poison    normal, and NaN and inf in some keys that some rows attend
+//          spread    scores that grow (or fall) along the keys to about +-60: the running maximum moves all the time
+//          equal     all keys and values equal
+//          huge      scores of +-1e6 and +-1e30, the largest well apart
+//          maxval    v near the largest number
+//          denormal  v below the smallest normal number
+// strides= packed (q, k, v as slices of one row), transposed (last two dimensions), zero (one stride of q, k, v each
+//          is 0), negative (all but the last), reversed (the last), lastdim (the last is 3), odd (padded and off by
+//          one element)
 // bcast=   dimensions of mask and bias whose stride is 0      slopes=bh  ALiBi slopes of each batch entry
 // extra=   the last n keys are attended whatever masks say
 //

@@ -89,8 +89,8 @@ struct kernel_task {
 
 using task_fn = void (*)(const kernel_call*, const kernel_task*);
 
-// Merging `states` partial results, one row after another: of mh_merge_states, by their lse, or of split-KV, by {top,
-// total}.
+// Merging `states` partial results, one row after another: of mh_merge_states, by their lse, or of split-KV, by
+// {top, total}.
 struct merge_args {
   int64_t states, heads, q_len, v_dim;
   const void* outs;

@@ -8,8 +8,8 @@
 //
 // Register budget, M x NV accumulators + NV of B + 1 broadcast:
 //   AVX-512, NEON (32 registers): 8x3 = 24 + 3 + 1 = 28; narrower panels 12x2 = 27, 16x1 = 18
-//   AVX2, SSE2 (16 registers):    6x2 = 12 + 2 + 1 = 15; narrower panel 8x1 = 10   (4x3 = 16 fits too, but clang spills
-//   it)
+//   AVX2, SSE2 (16 registers):    6x2 = 12 + 2 + 1 = 15; narrower panel 8x1 = 10
+//                                 (4x3 = 16 fits too, but clang spills it)
 // Loads per step M + NV against M * NV FMAs: 11:24 and 8:12, so that the FMA units are the bound at two loads a cycle.
 // Every output is summed over k in order, whatever M and NV: tails and panel widths do not change bits.
 #pragma once
@@ -53,8 +53,8 @@ enum class product_mode {
   set,         // C = A B
   set_max,     // C = A B, and column_max = max(column_max, rows of C)
   add,         // C += A B, summed apart first: a long sum grows by one addition a tile, not one a key
-  add_signed,  // as add, but a B of negative sign (-0 marks a slot that may not be attended) is not multiplied: no 0 *
-               // NaN
+  add_signed,  // as add, but a B of negative sign (-0 marks a slot that may not be attended) is not multiplied:
+               // no 0 * NaN
 };
 
 template <product_mode Mode, int M, int NV, class T, class A>
