@@ -1,8 +1,9 @@
 // See plan.hpp. The choices, and why:
 //
-// block_kv: keys of a tile. The score panel (widest panel x block_kv) should stay in L1 with the Q panel: 96 keys x 48
-//   rows x 4 bytes = 18 KB beside 48 x 64 x 4 = 12 KB. A function of (dtype, head_dim, ISA) alone, never of the
-//   machine's caches or of lengths: tile borders lie at its multiples, and the same borders mean the same bits.
+// block_kv: keys of a tile, always 64. A tile of V, which each tile of the product reads again, should stay in L1 (64 x
+//   128 x 4 bytes = 32 KB), and so should the score panel (64 x 48 x 4 = 12 KB) with the Q panel. 96 keys were as fast
+//   for head_dim up to 64; for 128 they were 2 to 4 % slower. Never a function of the machine's caches or of lengths:
+//   tile borders lie at its multiples, and the same borders mean the same bits.
 // block_q: rows of a task. Each tile of K and V is read (or converted) once per task, so more rows mean less traffic;
 //   fewer mean more tasks. Rows do not influence each other, so this may depend on anything but the thread count.
 // chunks: splits along the keys, for problems with too few rows to keep many cores busy. Fixed size, fixed order of
@@ -20,19 +21,14 @@
 namespace manyhead {
 namespace {
 
-constexpr int64_t split_rows = 128;    // at most this many rows per kv head and batch entry: split long keys
-constexpr int64_t chunk_target = 512;  // keys of a split, rounded up to tiles
+constexpr int64_t tile_keys = 64;
+constexpr int64_t split_rows = 128;  // at most this many rows per kv head and batch entry: split long keys
+constexpr int64_t split_keys = 8 * tile_keys;
 
 int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 int64_t blocks(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
 int64_t dtype_bytes(int32_t dtype) { return dtype == MH_DTYPE_F64 ? 8 : dtype == MH_DTYPE_F32 ? 4 : 2; }
-
-int64_t choose_block_kv(int64_t head_dim, bool f64) {
-  int64_t keys = head_dim <= 128 ? 96 : 64;
-  if (f64) keys = 64;
-  return keys;
-}
 
 // Whether kernels read K and V in place: elements of the arithmetic type next to each other, and for the decode route
 // whole vectors.
@@ -156,7 +152,7 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes) {
   // The second pass subtracts the first one's maxima from scores that it computes again: both must sum them in the same
   // order, which the decode route does not.
   plan.kernel = rows <= table.decode_rows[f64] && !plan.second_pass ? route_decode : route_tile;
-  plan.block_kv = choose_block_kv(p.head_dim, f64);
+  plan.block_kv = tile_keys;
   plan.copy_kv = needs_copy(p, plan.kernel, lanes);
 
   const double kv_bytes = static_cast<double>(dtype_bytes(p.dtype)) * static_cast<double>(p.head_dim + p.v_dim) *
@@ -178,7 +174,7 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes) {
   plan.second_block_q = whole_queries ? round_up(plan.block_q, p.group()) : plan.block_q;
   plan.second_row_blocks = blocks(rows, plan.second_block_q);
 
-  plan.chunk_keys = round_up(chunk_target, plan.block_kv);
+  plan.chunk_keys = split_keys;
   plan.chunks = rows <= split_rows ? std::max<int64_t>(1, blocks(p.kv_len, plan.chunk_keys)) : 1;
   if (plan.chunks == 1) plan.chunk_keys = round_up(std::max<int64_t>(p.kv_len, 1), plan.block_kv);
   plan.tasks = p.batch * p.kv_heads * plan.row_blocks * plan.chunks;
