@@ -1,8 +1,8 @@
 // The route for few rows (a decode step: query heads of a group times a few new tokens). Bound by reading K and V: each
 // tile is read once for all rows. Lanes over dims for both products, lanes over keys for everything between:
 //
-//   S[row][key] = reduce(sum over dim vectors of K[key] * q[row])     W keys at a time: W accumulators, one load each
-//   an FMA O[row] += P[row][key] * V[key]                                    up to 4 rows x 4 vectors of accumulators
+//   S[row][key] = reduce(sum over dim vectors of K[key] * q[row])     4 rows x 4 keys at a time (16 registers: 2 x 4)
+//   O[row] += P[row][key] * V[key]                                    up to 4 rows x 4 vectors of accumulators
 //
 // 16-bit elements are widened as they are loaded. Rows of K and V must be whole vectors: other head sizes come here
 // through the copy (kernel_call.copy_kv), padded with zeros.
@@ -14,12 +14,12 @@ namespace manyhead::MH_ISA {
 namespace {
 
 inline constexpr int64_t most_decode_rows = 16;
-inline constexpr int64_t keys_at_once = 32;
 
 template <class D>
 struct decode_task {
   using T = typename D::real;
   static constexpr int64_t w = lanes<T>;
+  static constexpr int64_t keys_at_once = 32;  // rows of V that stay in L1: 16 KB of 128 floats
   // 16 registers hold 2 x 4 accumulators, 4 vectors of V and 2 weights; 32 hold 4 x 4.
   static constexpr int value_rows = max_panel_vectors == 3 ? 4 : 2;
   // Dot products of a step: 4 rows x 4 keys and 4 vectors of the rows, or 2 x 4 and 2.
