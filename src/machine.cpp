@@ -15,6 +15,7 @@
 #endif
 #if defined(__linux__)
 #include <sched.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 #endif
 
@@ -29,6 +30,19 @@ std::string first_line(const std::string& path) {
 }
 
 #if defined(__x86_64__)
+// AMX: Linux saves its registers only for processes that have asked for it.
+bool may_use_tiles() {
+  constexpr unsigned amx_bf16 = 1u << 22, amx_tile = 1u << 24;
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & (amx_bf16 | amx_tile)) != (amx_bf16 | amx_tile)) return false;
+#if defined(__linux__)
+  constexpr long request_permission = 0x1023, tile_data = 18;
+  return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+#else
+  return false;
+#endif
+}
+
 // The builtin also asks the operating system (XGETBV) whether it saves the wide registers.
 void find_levels(machine& m) {
   __builtin_cpu_init();
@@ -41,6 +55,7 @@ void find_levels(machine& m) {
   m.has_level[static_cast<int>(cpu_level::x86_floor)] = true;
   m.has_level[static_cast<int>(cpu_level::x86_v3)] = v3;
   m.has_level[static_cast<int>(cpu_level::x86_v4)] = v4;
+  m.has_level[static_cast<int>(cpu_level::x86_amx)] = v4 && may_use_tiles();
 }
 
 std::string find_name() {

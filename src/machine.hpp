@@ -8,11 +8,11 @@
 namespace manyhead {
 
 // CPU levels that ISA tables need (rows of src/kernels/meson.build name them).
-enum class cpu_level : int32_t { x86_floor, x86_v3, x86_v4, arm_floor, any };
+enum class cpu_level : int32_t { x86_floor, x86_v3, x86_v4, x86_amx, arm_floor, any, count };
 
 struct machine {
   std::string cpu_name;
-  bool has_level[5] = {};       // indexed by cpu_level
+  bool has_level[static_cast<int>(cpu_level::count)] = {};  // indexed by cpu_level
   int64_t l1_bytes = 32768;     // data cache of one core
   int64_t l2_bytes = 262144;    // of one core
   int64_t l3_bytes = 0;         // shared; 0 = unknown

@@ -22,6 +22,8 @@ namespace manyhead {
 namespace {
 
 constexpr int64_t tile_keys = 64;
+constexpr int64_t matrix_keys = 128;
+constexpr int64_t matrix_rows = 32;  // of a panel
 constexpr int64_t split_rows = 128;  // at most this many rows per kv head and batch entry: split long keys
 constexpr int64_t split_keys = 8 * tile_keys;
 
@@ -33,7 +35,7 @@ int64_t dtype_bytes(int32_t dtype) { return dtype == MH_DTYPE_F64 ? 8 : dtype ==
 // Whether kernels read K and V in place: elements of the arithmetic type next to each other, and for the decode route
 // whole vectors.
 bool needs_copy(const problem& p, route kernel, int64_t lanes) {
-  if (kernel == route_tile && (p.dtype == MH_DTYPE_BF16 || p.dtype == MH_DTYPE_F16)) return true;
+  if (kernel != route_decode && (p.dtype == MH_DTYPE_BF16 || p.dtype == MH_DTYPE_F16)) return true;
   if ((p.k_strides[3] != 1 && p.head_dim > 1) || (p.v_strides[3] != 1 && p.v_dim > 1)) return true;
   return kernel == route_decode && (p.head_dim % lanes != 0 || p.v_dim % lanes != 0);
 }
@@ -116,6 +118,11 @@ kernel_call make_call(const plan& plan) {
       p.softcap > 0 || p.has_input(MH_INPUT_ALIBI) || p.has_input(MH_INPUT_BIAS) || p.has_output(MH_OUTPUT_SCORES);
   c.q_scale = natural ? p.scale : p.scale * log2e;
   c.exp_scale = natural ? log2e : 1.0;
+  // The matrix route would have to scale every score; in the exponent it costs nothing.
+  if (plan.kernel == route_matrix && !natural && p.scale > 1e-30 && p.scale < 1e30) {
+    c.q_scale = 1.0;
+    c.exp_scale = p.scale * log2e;
+  }
   c.softcap = p.softcap;
   c.causal = p.causal;
   c.align = p.align;
@@ -144,15 +151,17 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes) {
   const bool f64 = p.is_f64();
   const int64_t real = f64 ? 8 : 4;
   const int64_t lanes = table.lanes / (f64 ? 2 : 1);
-  const int64_t panel = table.panel_rows[f64];
   const int64_t rows = p.group() * p.q_len;
 
   plan.second_pass =
       (p.outputs & (MH_OUTPUT_WEIGHTS | MH_OUTPUT_MEAN_WEIGHTS | MH_OUTPUT_COLUMN_SUMS | MH_OUTPUT_SCORES)) != 0;
   // The second pass subtracts the first one's maxima from scores that it computes again: both must sum them in the same
   // order, which the decode route does not.
-  plan.kernel = rows <= table.decode_rows[f64] && !plan.second_pass ? route_decode : route_tile;
-  plan.block_kv = tile_keys;
+  plan.kernel = plan.second_pass                                          ? route_tile
+                : rows <= table.decode_rows[f64]                          ? route_decode
+                : table.dtype[p.dtype].attention[route_matrix] != nullptr ? route_matrix
+                                                                          : route_tile;
+  plan.block_kv = plan.kernel == route_matrix ? matrix_keys : tile_keys;
   plan.copy_kv = needs_copy(p, plan.kernel, lanes);
 
   const double kv_bytes = static_cast<double>(dtype_bytes(p.dtype)) * static_cast<double>(p.head_dim + p.v_dim) *
@@ -165,7 +174,10 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes) {
     // Q, O and a K and V tile of a task within half of L2; at least one panel. 4 panels unless K and V are large.
     const int64_t row_bytes = (p.head_dim + p.v_dim) * real;
     const int64_t room = std::max<int64_t>(l2_bytes / 2 - plan.block_kv * row_bytes, 0);
-    const int64_t panels = std::clamp<int64_t>(room / (panel * row_bytes), 1, 4);
+    // The matrix route brings K and V into another order for each task: the more rows share that, the better.
+    const bool matrix = plan.kernel == route_matrix;
+    const int64_t panel = matrix ? matrix_rows : table.panel_rows[f64];
+    const int64_t panels = std::clamp<int64_t>(room / (panel * row_bytes), 1, matrix ? 16 : 4);
     plan.block_q = std::min(panels * panel, round_up(std::max<int64_t>(rows, 1), lanes));
   }
   plan.row_blocks = blocks(rows, plan.block_q);
@@ -187,7 +199,7 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes) {
   plan.tiles_skipped = share_skipped(p, plan.block_q, plan.block_kv);
 
   const kernel_call c = make_call(plan);
-  plan.scratch_bytes = table.dtype[p.dtype].scratch_bytes(&c, plan.block_q);
+  plan.scratch_bytes = table.dtype[p.dtype].scratch_bytes[plan.kernel](&c, plan.block_q);
   constexpr int64_t state_bytes = 2 * sizeof(double);
   const int64_t all_rows = p.batch * p.heads * p.q_len;
   plan.partial_out_bytes = plan.chunks > 1 ? round_up(plan.chunks * all_rows * p.v_dim * real, 64) : 0;
@@ -201,7 +213,7 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes) {
 }
 
 std::string describe(const plan& plan, bool json) {
-  const char* route_names[] = {"tile", "decode"};
+  const char* route_names[] = {"tile", "decode", "matrix"};
   const char* dtype_names[] = {"f32", "f64", "bf16", "f16"};
   char text[2048];
   const problem& p = plan.p;

@@ -38,7 +38,7 @@ struct tile_task {
     scratch = carve_tile<T>(from, c);
     for (int64_t row = task.row_begin; row < task.row_end; row += p[panels++].count) {
       p[panels] = carve_panel<T>(from, c, true);
-      place_panel(c, at, row, task.row_end, p[panels]);
+      place_panel(c, at, row, task.row_end, panel_vectors<T>(task.row_end - row), p[panels]);
     }
   }
 
@@ -54,12 +54,15 @@ struct tile_task {
     const softmax_rows<T, NV> rows{x.row_max, x.row_sum, x.out, c.v_dim};
     const T exp_scale = static_cast<T>(c.exp_scale);
     rows.raise(scratch.tile_max, exp_scale, x.started);
-    rows.weigh_tile(scratch.scores, t.keys(), exp_scale, careful, static_cast<T>(::exp2(-careful_shift(c.kv_len))));
     const by_columns<T> values{v, v_stride};
     if (careful) {
+      rows.weigh_tile_with_care(scratch.scores, t.keys(), exp_scale, static_cast<T>(::exp2(-careful_shift(c.kv_len))));
       product<product_mode::add_signed, NV>(values, scratch.scores, c.v_dim, t.keys(), x.out, scratch.tile_max,
                                             during_values);
-    } else if (x.started) {
+      return;  // started from the beginning
+    }
+    rows.weigh_tile(scratch.scores, t.keys(), exp_scale);
+    if (x.started) {
       product<product_mode::add, NV>(values, scratch.scores, c.v_dim, t.keys(), x.out, scratch.tile_max, during_values);
     } else {
       product<product_mode::set, NV>(values, scratch.scores, c.v_dim, t.keys(), x.out, scratch.tile_max, during_values);
@@ -73,11 +76,8 @@ struct tile_task {
     int64_t end = 0;
     for (int64_t i = first; i < last; ++i) {
       panel<T>& x = p[i];
+      clear_panel(x);
       x.started = careful;  // its products always add
-      for (int64_t l = 0; l < x.width(); ++l) {
-        x.row_max[l] = lowest<T>;
-        x.row_sum[l] = T(0);
-      }
       if (careful) memset(x.out, 0, static_cast<size_t>(c.v_dim * x.width()) * sizeof(T));
       begin = min_of(begin, x.clip.begin);
       end = max_of(end, x.clip.end);
@@ -134,62 +134,14 @@ struct tile_task {
     }
   }
 
-  // Divides, transposes and stores a panel. False: something is not finite.
-  __attribute__((noinline)) bool finish(const panel<T>& x, bool careful) {
-    vec<T> not_finite(T(0));  // 0 times every value: 0, or NaN from the first that is not finite
-    const bool in_vectors =
-        c.chunks > 1 || (sizeof(typename D::storage) == sizeof(T) && c.out_strides[3] == 1);  // rows take whole vectors
-    const double undo = careful ? ::exp2(careful_shift(c.kv_len)) : 1.0;
-    if (!x.started) memset(x.out, 0, static_cast<size_t>(c.v_dim * x.width()) * sizeof(T));
-    for (int64_t l0 = 0; l0 < x.count; l0 += w) {
-      alignas(64) T factor[w] = {};
-      void* place[w];
-      const int64_t count = min_of(w, x.count - l0);
-      row_of r(c, x.row + l0);
-      for (int64_t l = 0; l < count; ++l, r.step(c)) {
-        const int64_t head = kv_head * c.group + r.member;
-        const row_end e =
-            finish_row<T>(x.row_max[l0 + l], x.row_sum[l0 + l], c.exp_scale, sink_of<T>(c, head, task.chunk));
-        factor[l] = static_cast<T>(e.factor * undo);
-        write_state<T>(c, task.batch, head, r.query, task.chunk, e);
-        place[l] = place_of_row<D>(c, task.batch, head, r.query, task.chunk);
-      }
-      const vec<T> factors = load(factor);
-      for (int64_t d0 = 0; d0 < c.v_dim; d0 += w) {
-        const int64_t n = min_of(w, c.v_dim - d0);
-        const T* from = x.out + d0 * x.width() + l0;
-        vec<T> block[w];
-        if (n == w) {
-#pragma GCC unroll 16
-          for (int64_t i = 0; i < w; ++i) block[i] = vec<T>::load_aligned(from + i * x.width()) * factors;
-        } else {
-          for (int64_t i = 0; i < w; ++i)
-            block[i] = i < n ? vec<T>::load_aligned(from + i * x.width()) * factors : vec<T>(T(0));
-        }
-#pragma GCC unroll 16
-        for (int64_t i = 0; i < w; ++i) not_finite = xsimd::fma(block[i], vec<T>(T(0)), not_finite);
-        transpose<T>(block);
-        if (n == w && in_vectors) {
-#pragma GCC unroll 16
-          for (int64_t l = 0; l < w; ++l) {
-            if (l < count) store<T>(static_cast<T*>(place[l]) + d0, block[l]);
-          }
-        } else {
-          for (int64_t l = 0; l < count; ++l) write_values<D>(c, place[l], d0, n, block[l]);
-        }
-      }
-    }
-    return xsimd::all(not_finite == vec<T>(T(0)));
-  }
-
   void run() {
     attend_all(0, panels, false);
     // NaN or inf in a value that some row of the tile may not attend, or sums that ran over the largest float, show
     // here, and only then is the panel done again with care. A result that really is not finite comes out the same.
     for (int64_t i = 0; i < panels; ++i) {
-      if (finish(p[i], false)) continue;
+      if (finish_panel<D>(c, task, kv_head, p[i], false)) continue;
       attend_all(i, i + 1, true);
-      finish(p[i], true);
+      finish_panel<D>(c, task, kv_head, p[i], true);
     }
   }
 };

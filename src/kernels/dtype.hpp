@@ -26,6 +26,8 @@ struct f64 {
   static MH_INLINE void narrow(vec<double> x, double* p) { store(p, x); }
 };
 
+using word_vec = xsimd::batch<uint32_t, MH_ARCH>;
+
 // lanes<float> 16-bit elements as 32-bit integers.
 MH_INLINE xsimd::batch<uint32_t, MH_ARCH> load_16(const uint16_t* p) {
 #if defined(__AVX512F__)
@@ -56,6 +58,21 @@ MH_INLINE void store_16(xsimd::batch<uint32_t, MH_ARCH> x, uint16_t* p) {
 struct bf16 {
   using storage = uint16_t;
   using real = float;
+  // On a matrix unit: a number is the sum of so many bf16. split() does it for words of two numbers each.
+  static constexpr int parts = 1;
+  static MH_INLINE void split(word_vec x, word_vec (&part)[1]) { part[0] = x; }
+  // Two floats as words (even low, odd high) of their upper parts, rounded, and of what is left, cut off: 16 bits of
+  // each number in all.
+  static MH_INLINE void halves(vec<float> even, vec<float> odd, word_vec& high, word_vec& low) {
+    const word_vec upper(0xffff0000U);
+    const word_vec half(0x8000U);
+    const word_vec e = (xsimd::bitwise_cast<uint32_t>(even) + half) & upper;
+    const word_vec o = (xsimd::bitwise_cast<uint32_t>(odd) + half) & upper;
+    const word_vec e_left = xsimd::bitwise_cast<uint32_t>(even - xsimd::bitwise_cast<float>(e));
+    const word_vec o_left = xsimd::bitwise_cast<uint32_t>(odd - xsimd::bitwise_cast<float>(o));
+    high = (e >> 16) | o;
+    low = (e_left >> 16) | (o_left & upper);
+  }
   static MH_INLINE float widen(uint16_t x) {
     const uint32_t u = static_cast<uint32_t>(x) << 16;
     float f;
@@ -81,6 +98,10 @@ struct bf16 {
 struct f16 {
   using storage = uint16_t;
   using real = float;
+  static constexpr int parts = 2;  // 11 bits of mantissa are 8 and 3: nothing is left over
+  static MH_INLINE void split(word_vec x, word_vec (&part)[2]) {
+    bf16::halves(widen(x & word_vec(0xffffU)), widen(x >> 16), part[0], part[1]);
+  }
   // Shifting the half's bits left by 13 puts exponent and mantissa in place with a bias that is 112 too low;
   // multiplying by 2^112 mends it, denormals included.
   static MH_INLINE float widen(uint16_t x) {
@@ -101,8 +122,15 @@ struct f16 {
 #elif defined(__AVX2__)
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 #else
-    using B = xsimd::batch<uint32_t, MH_ARCH>;
-    const B x = load_16(p);
+    return widen(load_16(p));
+#endif
+  }
+  // From the low halves of words whose high halves are 0.
+  static MH_INLINE vec<float> widen(word_vec x) {
+#if defined(__AVX512F__)
+    return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(x));
+#else
+    using B = word_vec;
     const B magnitude = (x & B(0x7fffU)) << 13;
     const B scaled = xsimd::bitwise_cast<uint32_t>(xsimd::bitwise_cast<float>(magnitude) * vec<float>(0x1p112F));
     const auto special = (x & B(0x7c00U)) == B(0x7c00U);

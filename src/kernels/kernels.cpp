@@ -4,27 +4,34 @@
 #include "attention_tile.hpp"
 #include "decode.hpp"
 #include "kernel_api.hpp"
+#if MH_MATRIX
+#include "matrix.hpp"
+#endif
 #include "merge.hpp"
 #include "weights.hpp"
 
 namespace manyhead::MH_ISA {
 namespace {
 
-template <class D>
+template <class D, class Task>
 int64_t scratch_bytes(const kernel_call* c, int64_t block_q) {
-  int64_t bytes = weights_task<D>::scratch_bytes(*c);
-  bytes = max_of(bytes, tile_task<D>::scratch_bytes(*c, block_q));
-  if (block_q <= most_decode_rows) bytes = max_of(bytes, decode_task<D>::scratch_bytes(*c, block_q));
-  return bytes;
+  return max_of(weights_task<D>::scratch_bytes(*c), Task::scratch_bytes(*c, block_q));
 }
 
 template <class D, class Real>
 constexpr dtype_kernels kernels_of() {
-  return {{attention_tile<D>, attention_decode<D>},
-          attention_weights<D>,
-          merge_rows<D, D>,
-          merge_rows<Real, D>,
-          scratch_bytes<D>};
+  dtype_kernels k = {{attention_tile<D>, attention_decode<D>, nullptr},
+                     attention_weights<D>,
+                     merge_rows<D, D>,
+                     merge_rows<Real, D>,
+                     {scratch_bytes<D, tile_task<D>>, scratch_bytes<D, decode_task<D>>, nullptr}};
+#if MH_MATRIX
+  if constexpr (sizeof(typename D::storage) == 2) {
+    k.attention[route_matrix] = attention_matrix<D>;
+    k.scratch_bytes[route_matrix] = scratch_bytes<D, matrix_task<D>>;
+  }
+#endif
+  return k;
 }
 
 #define MH_TEXT_(x) #x

@@ -128,9 +128,10 @@ __attribute__((noinline)) void pack_q(const kernel_call& c, int64_t batch, int64
 
 // Sets what the panel at `row` covers.
 template <class T>
-MH_INLINE void place_panel(const kernel_call& c, const positions& at, int64_t row, int64_t end, panel<T>& p) {
+MH_INLINE void place_panel(const kernel_call& c, const positions& at, int64_t row, int64_t end, int vectors,
+                           panel<T>& p) {
   p.row = row;
-  p.vectors = panel_vectors<T>(end - row);
+  p.vectors = vectors;
   p.count = min_of(p.width(), end - row);
   p.packed = false;
   p.started = false;
@@ -138,6 +139,16 @@ MH_INLINE void place_panel(const kernel_call& c, const positions& at, int64_t ro
   const key_range last = range_of(c, at, (row + p.count - 1) / c.group);
   p.clip = {first.begin, c.extra_keys > 0 ? c.kv_len : last.end};
   p.whole = {last.begin, first.end};
+}
+
+// Nothing attended yet.
+template <class T>
+MH_INLINE void clear_panel(panel<T>& p) {
+  p.started = false;
+  for (int64_t l = 0; l < p.width(); ++l) {
+    p.row_max[l] = lowest<T>;
+    p.row_sum[l] = T(0);
+  }
 }
 
 // Rows of K or V for a tile: in place, or copied to `copy` as contiguous T.
@@ -163,25 +174,22 @@ MH_INLINE upcoming rows_ahead(const kernel_call& c, const void* base, const int6
   return {from, strides[2] * size, dim * size, rows};
 }
 
-// S^T of a tile with everything that changes scores, and its column maxima. `none`: no row attends any of the keys;
-// nothing is written.
+// What rows see of a tile. The words are filled only where positions or masks may hide something.
+template <class T>
+MH_INLINE visibility see_panel(const kernel_call& c, const positions& at, const panel<T>& p, const tile_at& t,
+                               const tile_scratch<T>& scratch) {
+  if (c.mask == nullptr && c.key_mask == nullptr && t.begin >= p.whole.begin && t.end <= p.whole.end)
+    return visibility::all;
+  return see_tile<T>(c, at, t.batch, t.kv_head, t.row, t.count, p.width(), t.begin, t.end, scratch.words);
+}
+
+// Everything that changes scores, and their column maxima.
 template <class T, int NV>
-MH_INLINE visibility scores_of(const kernel_call& c, const positions& at, const panel<T>& p, const tile_at& t,
-                               by_rows<T> k, const tile_scratch<T>& scratch, upcoming next = {}) {
+MH_INLINE void change_scores(const kernel_call& c, const positions& at, const tile_at& t, visibility see,
+                             const tile_scratch<T>& scratch) {
   constexpr int64_t w = lanes<T>;
   constexpr int64_t width = NV * w;
-  visibility see = visibility::all;
-  if (c.mask != nullptr || c.key_mask != nullptr || t.begin < p.whole.begin || t.end > p.whole.end) {
-    see = see_tile<T>(c, at, t.batch, t.kv_head, t.row, t.count, width, t.begin, t.end, scratch.words);
-    if (see == visibility::none) return see;
-  }
   T* s = scratch.scores;
-  for (int v = 0; v < NV; ++v) vec<T>(-infinity<T>).store_aligned(scratch.tile_max + v * w);
-  if (see == visibility::all && !has_score_passes(c)) {
-    product<product_mode::set_max, NV>(k, p.q, t.keys(), c.head_dim, s, scratch.tile_max, next);
-    return see;
-  }
-  product<product_mode::set, NV>(k, p.q, t.keys(), c.head_dim, s, scratch.tile_max, next);
   if (c.softcap > 0) softcap_pass<T>(c, s, t.keys() * width);
   if (c.alibi_slopes != nullptr) alibi_pass_transposed<T>(c, at, t, width, s);
   if (c.bias != nullptr) bias_pass_transposed<T>(c, t, width, s);
@@ -195,6 +203,22 @@ MH_INLINE visibility scores_of(const kernel_call& c, const positions& at, const 
   }
 #pragma GCC unroll 4
   for (int v = 0; v < NV; ++v) top[v].store_aligned(scratch.tile_max + v * w);
+}
+
+// S^T of a tile with everything that changes scores, and its column maxima. `none`: no row attends any of the keys;
+// nothing is written.
+template <class T, int NV>
+MH_INLINE visibility scores_of(const kernel_call& c, const positions& at, const panel<T>& p, const tile_at& t,
+                               by_rows<T> k, const tile_scratch<T>& scratch, upcoming next = {}) {
+  const visibility see = see_panel<T>(c, at, p, t, scratch);
+  if (see == visibility::none) return see;
+  if (see == visibility::all && !has_score_passes(c)) {
+    for (int v = 0; v < NV; ++v) vec<T>(-infinity<T>).store_aligned(scratch.tile_max + v * lanes<T>);
+    product<product_mode::set_max, NV>(k, p.q, t.keys(), c.head_dim, scratch.scores, scratch.tile_max, next);
+    return see;
+  }
+  product<product_mode::set, NV>(k, p.q, t.keys(), c.head_dim, scratch.scores, scratch.tile_max, next);
+  change_scores<T, NV>(c, at, t, see, scratch);
   return see;
 }
 
@@ -263,6 +287,63 @@ MH_INLINE double careful_shift(int64_t keys) {
   }
   return bits_needed;
 }
+
+  // Divides, transposes and stores a panel. False: something is not finite.
+  template <class D>
+__attribute__((noinline)) bool finish_panel(const kernel_call& c, const kernel_task& task, int64_t kv_head,
+                                            const panel<typename D::real>& x, bool careful) {
+  using T = typename D::real;
+  constexpr int64_t w = lanes<T>;
+    vec<T> not_finite(T(0));  // 0 times every value: 0, or NaN from the first that is not finite
+    const bool in_vectors =
+        c.chunks > 1 || (sizeof(typename D::storage) == sizeof(T) && c.out_strides[3] == 1);  // rows take whole vectors
+    const double undo = careful ? ::exp2(careful_shift(c.kv_len)) : 1.0;
+    const bool ends_count = c.sinks != nullptr || c.lse != nullptr || c.row_states != nullptr || c.chunks > 1;
+    if (!x.started) memset(x.out, 0, static_cast<size_t>(c.v_dim * x.width()) * sizeof(T));
+    for (int64_t l0 = 0; l0 < x.count; l0 += w) {
+      void* place[w];
+      const int64_t count = min_of(w, x.count - l0);
+      row_of r(c, x.row + l0);
+      const vec<T> sum = vec<T>::load_aligned(x.row_sum + l0);
+      vec<T> factors = xsimd::select(sum == vec<T>(T(0)), vec<T>(T(0)), vec<T>(T(undo)) / sum);
+      alignas(64) T factor[w];
+      factors.store_aligned(factor);
+      for (int64_t l = 0; l < count; ++l, r.step(c)) {
+        const int64_t head = kv_head * c.group + r.member;
+        place[l] = place_of_row<D>(c, task.batch, head, r.query, task.chunk);
+        if (!ends_count) continue;
+        const row_end e =
+            finish_row<T>(x.row_max[l0 + l], x.row_sum[l0 + l], c.exp_scale, sink_of<T>(c, head, task.chunk));
+        if (c.sinks != nullptr) factor[l] = static_cast<T>(e.factor * undo);
+        write_state<T>(c, task.batch, head, r.query, task.chunk, e);
+      }
+      if (c.sinks != nullptr) factors = load(factor);
+      for (int64_t d0 = 0; d0 < c.v_dim; d0 += w) {
+        const int64_t n = min_of(w, c.v_dim - d0);
+        const T* from = x.out + d0 * x.width() + l0;
+        vec<T> block[w];
+        if (n == w) {
+#pragma GCC unroll 16
+          for (int64_t i = 0; i < w; ++i) block[i] = vec<T>::load_aligned(from + i * x.width()) * factors;
+        } else {
+          for (int64_t i = 0; i < w; ++i)
+            block[i] = i < n ? vec<T>::load_aligned(from + i * x.width()) * factors : vec<T>(T(0));
+        }
+#pragma GCC unroll 16
+        for (int64_t i = 0; i < w; ++i) not_finite = xsimd::fma(block[i], vec<T>(T(0)), not_finite);
+        transpose<T>(block);
+        if (n == w && in_vectors) {
+#pragma GCC unroll 16
+          for (int64_t l = 0; l < w; ++l) {
+            if (l < count) store<T>(static_cast<T*>(place[l]) + d0, block[l]);
+          }
+        } else {
+          for (int64_t l = 0; l < count; ++l) write_values<D>(c, place[l], d0, n, block[l]);
+        }
+      }
+    }
+    return xsimd::all(not_finite == vec<T>(T(0)));
+  }
 
 }  // namespace
 }  // namespace manyhead::MH_ISA

@@ -18,6 +18,7 @@
 #endif
 
 #define MH_INLINE __attribute__((always_inline)) inline
+#define MH_INLINE_LAMBDA __attribute__((always_inline))
 
 namespace manyhead::MH_ISA {
 namespace {
@@ -42,8 +43,8 @@ struct bits_of<double> {
 template <class T>
 using bits = typename bits_of<T>::type;
 
-MH_INLINE int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
-MH_INLINE int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
+MH_INLINE constexpr int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
+MH_INLINE constexpr int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
 MH_INLINE int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
 template <class T>
@@ -85,21 +86,21 @@ struct upcoming {
   }
 };
 
-// The larger of a constant and x, NaN where x is NaN: x86's instruction returns its second operand then (xsimd's max
-// has had either order).
+// The larger of two, NaN where x is NaN: x86's instruction returns its second operand then (xsimd's max has had either
+// order).
 template <class T>
-MH_INLINE vec<T> at_least(T low, vec<T> x) {
+MH_INLINE vec<T> at_least(vec<T> low, vec<T> x) {
 #if XSIMD_WITH_EMULATED || !defined(__x86_64__)
-  return xsimd::select(x < vec<T>(low), vec<T>(low), x);
+  return xsimd::select(x < low, low, x);
 #elif defined(__AVX512F__)
-  if constexpr (sizeof(T) == 4) return _mm512_max_ps(vec<T>(low), x);
-  if constexpr (sizeof(T) == 8) return _mm512_max_pd(vec<T>(low), x);
+  if constexpr (sizeof(T) == 4) return _mm512_max_ps(low, x);
+  if constexpr (sizeof(T) == 8) return _mm512_max_pd(low, x);
 #elif defined(__AVX2__)
-  if constexpr (sizeof(T) == 4) return _mm256_max_ps(vec<T>(low), x);
-  if constexpr (sizeof(T) == 8) return _mm256_max_pd(vec<T>(low), x);
+  if constexpr (sizeof(T) == 4) return _mm256_max_ps(low, x);
+  if constexpr (sizeof(T) == 8) return _mm256_max_pd(low, x);
 #else
-  if constexpr (sizeof(T) == 4) return _mm_max_ps(vec<T>(low), x);
-  if constexpr (sizeof(T) == 8) return _mm_max_pd(vec<T>(low), x);
+  if constexpr (sizeof(T) == 4) return _mm_max_ps(low, x);
+  if constexpr (sizeof(T) == 8) return _mm_max_pd(low, x);
 #endif
 }
 
@@ -120,45 +121,68 @@ MH_INLINE vec<T> larger(vec<T> top, vec<T> x) {
 #endif
 }
 
-// 2^x within 1 ulp for x in [-126, 127] (double: [-1022, 1023]); 0 below, NaN for NaN. Minimax polynomials of relative
-// error 1.9e-9 (degree 6) and 3.1e-18 (degree 11) on [-1/2, 1/2], from our own Remez exchange. Adding 1.5 * 2^23 + 127
-// leaves round(x) + 127 in the low bits of the sum, so a shift makes the power of two; multiplying by it (rather than
-// adding exponents) keeps NaN.
+// 2^x is made of 2^n, n = round(x), and a polynomial in f = x - n. Adding exp2_round (1.5 * 2^23, and 127 for the bias)
+// leaves n + 127 in the low bits of the sum, so a shift makes the power of two; multiplying by it (rather than adding
+// exponents) keeps NaN. Minimax polynomials of relative error 1.9e-9 (degree 6) and 3.1e-18 (degree 11) on
+// [-1/2, 1/2], from our own Remez exchange; the constant term is 1, so that powers of integers are exact.
+template <class T>
+inline constexpr T exp2_round = sizeof(T) == 4 ? static_cast<T>(12582912.0 + 127.0)
+                                               : static_cast<T>(6755399441055744.0 + 1023.0);
+// At and below this x the result is 0.
+template <class T>
+inline constexpr T exp2_least = sizeof(T) == 4 ? T(-127) : T(-1023);
+
+template <class T>
+inline constexpr int exp2_degree = sizeof(T) == 4 ? 6 : 11;
+// The terms from the highest down. Degree 4 has a relative error of 2.8e-6.
+template <class T, int Degree>
+inline constexpr T exp2_terms[] = {T(4.435282706957277151e-10), T(7.074105613508142796e-9), T(1.017819802167193084e-7),
+                                   T(1.321543308967639918e-6),  T(1.525273348998852565e-5), T(1.540353046251443206e-4),
+                                   T(1.333355814678992172e-3),  T(9.618129107588335244e-3), T(5.550410866481992160e-2),
+                                   T(2.402265069591015620e-1),  T(6.931471805599453305e-1), T(1)};
+template <>
+inline constexpr float exp2_terms<float, 6>[] = {1.53458121613e-4F, 1.33999311772e-3F, 9.61848895633e-3F,
+                                                 5.55032877711e-2F, 2.40226468906e-1F, 6.93147205737e-1F, 1.0F};
+template <>
+inline constexpr float exp2_terms<float, 4>[] = {9.58285309391e-3F, 5.5906424599e-2F, 2.40240986099e-1F,
+                                                 6.93124193417e-1F, 1.0F};
+
+// N of them at once, step by step: one is a chain of a dozen dependent instructions of 4 cycles each, and the scheduler
+// sees too few chains ahead to fill the ports from them. x - shift is the exponent: shift is an integer (or 0) for which
+// exp2_round - shift is exact, `round` is that difference and `least` is exp2_least + shift.
+template <class T, int N, int Degree = exp2_degree<T>>
+MH_INLINE void exp2_of(vec<T> (&x)[N], const vec<T>* round, const vec<T>* least, int stride) {
+  using B = vec<T>;
+  B power[N];
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i) x[i] = at_least<T>(least[i % stride], x[i]);
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i) power[i] = x[i] + round[i % stride];
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i) x[i] = x[i] - (power[i] - round[i % stride]);
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i)
+    power[i] = xsimd::bitwise_cast<T>(xsimd::bitwise_cast<bits<T>>(power[i]) << (sizeof(T) == 4 ? 23 : 52));
+  B p[N];
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i) p[i] = xsimd::fma(B(exp2_terms<T, Degree>[0]), x[i], B(exp2_terms<T, Degree>[1]));
+#pragma GCC unroll 16
+  for (int t = 2; t <= Degree; ++t) {
+#pragma GCC unroll 16
+    for (int i = 0; i < N; ++i) p[i] = xsimd::fma(p[i], x[i], B(exp2_terms<T, Degree>[t]));
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i) x[i] = p[i] * power[i];
+}
+
+// 2^x within 1 ulp for x in [-126, 127] (double: [-1022, 1023]); 0 below, NaN for NaN.
 template <class T>
 MH_INLINE vec<T> exp2_of(vec<T> x) {
-  using B = vec<T>;
-  if constexpr (sizeof(T) == 4) {
-    const B magic(12582912.0F + 127.0F);
-    x = at_least<T>(-127.0F, x);
-    const B shifted = x + magic;
-    const B f = x - (shifted - magic);
-    B p(1.53458121613e-4F);
-    p = xsimd::fma(p, f, B(1.33999311772e-3F));
-    p = xsimd::fma(p, f, B(9.61848895633e-3F));
-    p = xsimd::fma(p, f, B(5.55032877711e-2F));
-    p = xsimd::fma(p, f, B(2.40226468906e-1F));
-    p = xsimd::fma(p, f, B(6.93147205737e-1F));
-    p = xsimd::fma(p, f, B(1.0F));
-    return p * xsimd::bitwise_cast<float>(xsimd::bitwise_cast<uint32_t>(shifted) << 23);
-  } else {
-    const B magic(6755399441055744.0 + 1023.0);
-    x = at_least<T>(-1023.0, x);
-    const B shifted = x + magic;
-    const B f = x - (shifted - magic);
-    B p(4.435282706957277151e-10);
-    p = xsimd::fma(p, f, B(7.074105613508142796e-9));
-    p = xsimd::fma(p, f, B(1.017819802167193084e-7));
-    p = xsimd::fma(p, f, B(1.321543308967639918e-6));
-    p = xsimd::fma(p, f, B(1.525273348998852565e-5));
-    p = xsimd::fma(p, f, B(1.540353046251443206e-4));
-    p = xsimd::fma(p, f, B(1.333355814678992172e-3));
-    p = xsimd::fma(p, f, B(9.618129107588335244e-3));
-    p = xsimd::fma(p, f, B(5.550410866481992160e-2));
-    p = xsimd::fma(p, f, B(2.402265069591015620e-1));
-    p = xsimd::fma(p, f, B(6.931471805599453305e-1));
-    p = xsimd::fma(p, f, B(1.0));
-    return p * xsimd::bitwise_cast<double>(xsimd::bitwise_cast<uint64_t>(shifted) << 52);
-  }
+  vec<T> one[1] = {x};
+  const vec<T> round(exp2_round<T>);
+  const vec<T> least(exp2_least<T>);
+  exp2_of<T, 1>(one, &round, &least, 1);
+  return one[0];
 }
 
 // tanh(x) = 1 - 2 / (2^(2 x log2 e) + 1) loses its relative precision near 0 to cancellation; there x + x^3 P(x^2) is

@@ -149,7 +149,7 @@ struct weights_task {
 
   void attend_head(int64_t kv_head) {
     for (int64_t row = task.row_begin; row < task.row_end; row += p.count) {
-      place_panel(c, at, row, task.row_end, p);
+      place_panel(c, at, row, task.row_end, panel_vectors<T>(task.row_end - row), p);
       pack_q<D>(c, task.batch, kv_head, p);
       for (int64_t l = 0; l < p.width(); ++l) {
         const int64_t r = p.row + min_of(l, p.count - 1);

@@ -1,0 +1,313 @@
+// The route for 16-bit types on a matrix unit (matrix_unit.hpp): the same algorithm as the tile route, with panels of 32
+// rows and tiles of 128 keys. The unit multiplies bf16 and adds in f32, so nothing may be rounded to bf16 on the way in
+// that the tile route would keep in f32:
+//   - Q is not scaled; scores are, in f32 (kernel_api.hpp: q_scale, exp_scale);
+//   - f16 is split into two bf16 whose sum it is, and all four products are taken;
+//   - weights are split in two as well, which keeps 16 of their bits; the product of both small parts is left out.
+// So results are as good as the tile route's. K and V of a tile are brought into the unit's order once a task, for all
+// of its panels: V transposed, both padded with zeros, so that no size or stride is special.
+//
+// What the unit cannot do is left to the tile route, panel by panel: whatever comes out not finite, and rows without a
+// weight, whose scores may all have overflowed before they were scaled.
+#pragma once
+
+#include "attention_tile.hpp"
+#include "matrix_unit.hpp"
+
+namespace manyhead::MH_ISA {
+namespace {
+
+template <class D>
+struct matrix_task {
+  using T = float;
+  using words = xsimd::batch<uint32_t, MH_ARCH>;
+  static constexpr int64_t w = lanes<T>;
+  static constexpr int NV = static_cast<int>(unit_rows / w);
+  static constexpr int64_t width = unit_rows;
+  static constexpr int64_t most_panels = 16;
+  static constexpr int64_t block_words = 16 * unit_rows;  // of one step of B
+  static constexpr int parts = D::parts;
+  static_assert(w == 16, "a vector is a line of the unit");
+
+  const kernel_call& c;
+  const kernel_task& task;
+  positions at;
+  int64_t kv_head;
+  int64_t dim_steps, v_rows, key_steps;  // head_dim in steps; v_dim rounded up; keys of a tile in steps
+  int64_t panels = 0;
+  panel<T> p[most_panels];
+  tile_scratch<T> scratch;
+  uint16_t* k;        // [parts][dim_steps][block_kv][32]
+  uint16_t* v;        // [parts][key_steps][v_rows][32]
+  uint32_t* weights;  // [2][key_steps][16][32]
+  matrix_unit unit;
+
+  static int64_t steps_of(int64_t n) { return (n + unit_step - 1) / unit_step; }
+
+  static int64_t scratch_bytes(const kernel_call& c, int64_t block_q) {
+    carver from{nullptr};
+    matrix_task::carve(from, c, nullptr);
+    for (int64_t row = 0; row < block_q; row += width) carve_panel(from, c);
+    return max_of(from.used, tile_task<D>::scratch_bytes(c, width));  // run() goes there at the end
+  }
+
+  static void carve(carver& from, const kernel_call& c, matrix_task* to) {
+    const int64_t key_steps = c.block_kv / unit_step;
+    tile_scratch<T> s{};
+    s.scores = from.take<T>(c.block_kv * width);
+    s.tile_max = from.take<T>(width);
+    s.words = from.take<bits<T>>((c.block_kv / word_keys + 1) * width);
+    auto* k = from.take<uint16_t>(parts * steps_of(c.head_dim) * c.block_kv * unit_step);
+    auto* v = from.take<uint16_t>(parts * key_steps * round_up(c.v_dim, unit_rows) * unit_step);
+    auto* weights = from.take<uint32_t>(2 * key_steps * block_words);
+    if (to == nullptr) return;
+    to->scratch = s;
+    to->k = k;
+    to->v = v;
+    to->weights = weights;
+  }
+
+  static panel<T> carve_panel(carver& from, const kernel_call& c) {
+    panel<T> p{};
+    p.q = from.take<T>(parts * steps_of(c.head_dim) * block_words);
+    p.out = from.take<T>(round_up(c.v_dim, unit_rows) * width);
+    p.row_max = from.take<T>(width);
+    p.row_sum = from.take<T>(width);
+    return p;
+  }
+
+  matrix_task(const kernel_call& call, const kernel_task& t)
+      : c(call),
+        task(t),
+        at(positions_of(call, t.batch)),
+        kv_head(t.kv_head_begin),
+        dim_steps(steps_of(call.head_dim)),
+        v_rows(round_up(call.v_dim, unit_rows)),
+        key_steps(call.block_kv / unit_step) {
+    carver from{static_cast<char*>(task.scratch)};
+    carve(from, c, this);
+    for (int64_t row = task.row_begin; row < task.row_end; row += width) {
+      p[panels] = carve_panel(from, c);
+      place_panel(c, at, row, task.row_end, NV, p[panels++]);
+    }
+  }
+
+  // 32 values of a row from dim d on as 16 pairs; those behind the last are 0.
+  static MH_INLINE words pairs(const uint16_t* row, int64_t stride, int64_t d, int64_t dim) {
+    if (stride == 1 && d + unit_step <= dim) {
+      words x;
+      memcpy(&x, row + d, sizeof(x));
+      return x;
+    }
+    alignas(64) uint16_t buffer[unit_step] = {};
+    for (int64_t i = 0; i < min_of(unit_step, dim - d); ++i) buffer[i] = row[(d + i) * stride];
+    return words::load_aligned(reinterpret_cast<const uint32_t*>(buffer));
+  }
+
+  // 16 values of a row as 32-bit integers.
+  static MH_INLINE words singles(const uint16_t* row, int64_t stride, int64_t d, int64_t dim) {
+    if (stride == 1 && d + w <= dim) return load_16(row + d);
+    alignas(64) uint16_t buffer[w] = {};
+    for (int64_t i = 0; i < min_of(w, dim - d); ++i) buffer[i] = row[(d + i) * stride];
+    return load_16(buffer);
+  }
+
+  static MH_INLINE void transpose_words(words (&x)[w]) {
+    vec<T> f[w];
+#pragma GCC unroll 16
+    for (int i = 0; i < w; ++i) f[i] = xsimd::bitwise_cast<T>(x[i]);
+    transpose<T>(f);
+#pragma GCC unroll 16
+    for (int i = 0; i < w; ++i) x[i] = xsimd::bitwise_cast<uint32_t>(f[i]);
+  }
+
+  // Q^T of a panel: B of the scores.
+  __attribute__((noinline)) void pack_rows(const panel<T>& x) const {
+    const auto* q = static_cast<const uint16_t*>(c.q) + task.batch * c.q_strides[0];
+    auto* to = reinterpret_cast<uint32_t*>(x.q);
+    for (int64_t l0 = 0; l0 < width; l0 += w) {
+      const uint16_t* from[w];
+      const int64_t count = max_of(0, min_of(w, x.count - l0));
+      row_of r(c, x.row + l0);
+      for (int64_t l = 0; l < count; ++l, r.step(c))
+        from[l] = q + (kv_head * c.group + r.member) * c.q_strides[1] + r.query * c.q_strides[2];
+      for (int64_t step = 0; step < dim_steps; ++step) {
+        words rows[parts][w];
+        for (int64_t l = 0; l < w; ++l) {
+          words split[parts];
+          D::split(l < count ? pairs(from[l], c.q_strides[3], step * unit_step, c.head_dim) : words(0U), split);
+          for (int i = 0; i < parts; ++i) rows[i][l] = split[i];
+        }
+        for (int i = 0; i < parts; ++i) {
+          transpose_words(rows[i]);
+          for (int64_t l = 0; l < w; ++l)
+            rows[i][l].store_aligned(to + (i * dim_steps + step) * block_words + l * unit_rows + l0);
+        }
+      }
+    }
+  }
+
+  // Keys [begin, end) of K: A of the scores. Up to a whole step of keys, zeros follow.
+  __attribute__((noinline)) void pack_keys(int64_t begin, int64_t end) const {
+    const auto* from =
+        static_cast<const uint16_t*>(c.k) + task.batch * c.k_strides[0] + kv_head * c.k_strides[1];
+    const int64_t step_size = c.block_kv * unit_step;
+    for (int64_t key = 0; key < round_up(end - begin, unit_step); ++key) {
+      const uint16_t* row = from + (begin + key) * c.k_strides[2];
+      for (int64_t step = 0; step < dim_steps; ++step) {
+        words split[parts];
+        D::split(begin + key < end ? pairs(row, c.k_strides[3], step * unit_step, c.head_dim) : words(0U), split);
+        for (int i = 0; i < parts; ++i) {
+          split[i].store_aligned(
+              reinterpret_cast<uint32_t*>(k + (i * dim_steps + step) * step_size + key * unit_step));
+        }
+      }
+    }
+  }
+
+  // The same keys of V, transposed: A of the values.
+  __attribute__((noinline)) void pack_values(int64_t begin, int64_t end) const {
+    const auto* from =
+        static_cast<const uint16_t*>(c.v) + task.batch * c.v_strides[0] + kv_head * c.v_strides[1];
+    for (int64_t step = 0; step * unit_step < end - begin; ++step) {
+      for (int64_t d = 0; d < v_rows; d += w) {
+        words rows[parts][w];
+        for (int64_t l = 0; l < w; ++l) {
+          const int64_t key = begin + step * unit_step + 2 * l;
+          const uint16_t* row = from + key * c.v_strides[2];
+          words pair(0U);
+          if (key < end) pair = singles(row, c.v_strides[3], d, c.v_dim);
+          if (key + 1 < end) pair = pair | (singles(row + c.v_strides[2], c.v_strides[3], d, c.v_dim) << 16);
+          words split[parts];
+          D::split(pair, split);
+          for (int i = 0; i < parts; ++i) rows[i][l] = split[i];
+        }
+        for (int i = 0; i < parts; ++i) {
+          transpose_words(rows[i]);
+          for (int64_t l = 0; l < w; ++l) {
+            rows[i][l].store_aligned(
+                reinterpret_cast<uint32_t*>(v + ((i * key_steps + step) * v_rows + d + l) * unit_step));
+          }
+        }
+      }
+    }
+  }
+
+  // Scores become weights, in two parts: B of the values. `keys` is a multiple of the step.
+  MH_INLINE void weigh(const softmax_rows<T, NV>& rows, int64_t keys, T exp_scale) const {
+    using rows_of = softmax_rows<T, NV>;
+    uint32_t* const to = weights;
+    const int64_t part = key_steps * block_words;
+    const auto keep = [=](int64_t key, const auto& x) MH_INLINE_LAMBDA {
+      constexpr int n = sizeof(x) / sizeof(x[0]) / NV;
+      if constexpr (n % 2 == 0) {
+#pragma GCC unroll 4
+        for (int i = 0; i < n; i += 2) {
+#pragma GCC unroll 2
+          for (int j = 0; j < NV; ++j) {
+            words high, low;
+            bf16::halves(x[i * NV + j], x[(i + 1) * NV + j], high, low);
+            uint32_t* line = to + (key + i) / 2 * unit_rows + j * w;
+            high.store_aligned(line);
+            low.store_aligned(line + part);
+          }
+        }
+      }
+    };
+    // Degree 4: 2.8e-6, where the two parts keep 2^-17.
+    if (exp_scale != T(1))
+      return rows.template weigh<rows_of::exponent::natural, 2, 4>(scratch.scores, keys, exp_scale, keep);
+    rows.template weigh<rows_of::exponent::less, 2, 4>(scratch.scores, keys, exp_scale, keep);
+  }
+
+  // A panel against keys [t.begin, t.end) of the tile that begins at `begin`, t.begin a whole number of steps behind it.
+  void attend(panel<T>& x, const tile_at& t, int64_t begin) const {
+    const visibility see = see_panel<T>(c, at, x, t, scratch);
+    if (see == visibility::none) return;
+    const int64_t keys = round_up(t.keys(), unit_step);
+    const int64_t first = t.begin - begin;
+    const unit_a k_at{k + first * unit_step, dim_steps * c.block_kv * unit_step, c.block_kv * unit_step};
+    const unit_b q_at{reinterpret_cast<const uint32_t*>(x.q), dim_steps * block_words, block_words};
+    constexpr unit_terms all = {parts, {parts, parts}};
+    T* s = scratch.scores;
+    for (int64_t key = 0; key < keys; key += unit_rows) {
+      unit.product({k_at.base + key * unit_step, k_at.part, k_at.step}, q_at, all, dim_steps, s + key * width, width,
+                   false);
+    }
+    if (c.q_scale != 1) {
+      const vec<T> scale(static_cast<T>(c.q_scale));
+      for (int64_t i = 0; i < t.keys() * width; i += w) (vec<T>::load_aligned(s + i) * scale).store_aligned(s + i);
+    }
+    change_scores<T, NV>(c, at, t, see, scratch);
+    for (int64_t i = t.keys() * width; i < keys * width; i += w) vec<T>(-infinity<T>).store_aligned(s + i);
+
+    const softmax_rows<T, NV> rows{x.row_max, x.row_sum, x.out, c.v_dim};
+    const T exp_scale = static_cast<T>(c.exp_scale);
+    rows.raise(scratch.tile_max, exp_scale, x.started);
+    weigh(rows, keys, exp_scale);
+
+    const unit_b weights_at{weights, key_steps * block_words, block_words};
+    constexpr unit_terms all_but_least = {parts, {2, 1}};
+    for (int64_t d = 0; d < v_rows; d += unit_rows) {
+      const unit_a v_at{v + (first / unit_step * v_rows + d) * unit_step, key_steps * v_rows * unit_step,
+                        v_rows * unit_step};
+      unit.product(v_at, weights_at, all_but_least, keys / unit_step, x.out + d * width, width, x.started);
+    }
+    x.started = true;
+  }
+
+  void attend_all() {
+    int64_t begin = c.kv_len;
+    int64_t end = 0;
+    for (int64_t i = 0; i < panels; ++i) {
+      clear_panel(p[i]);
+      begin = min_of(begin, p[i].clip.begin);
+      end = max_of(end, p[i].clip.end);
+    }
+    begin = max_of(begin, task.chunk * c.chunk_keys);
+    // Tiles hold the same keys whatever the panels of the task, so that results do not depend on task sizes.
+    int64_t last = c.extra_keys > 0 ? c.kv_len : at.used;
+    if (c.chunks > 1) last = min_of(last, (task.chunk + 1) * c.chunk_keys);
+    end = min_of(end, last);
+    for (int64_t b = begin / c.block_kv * c.block_kv; b < end; b += c.block_kv) {
+      const int64_t tile_end = min_of(b + c.block_kv, last);
+      pack_keys(b, tile_end);
+      pack_values(b, tile_end);
+      for (int64_t i = 0; i < panels; ++i) {
+        panel<T>& x = p[i];
+        const int64_t from = max_of(b, x.clip.begin);
+        const tile_at t{task.batch, kv_head, x.row, x.count, b + (from - b) / unit_step * unit_step,
+                        min_of(tile_end, x.clip.end)};
+        if (t.end <= from) continue;
+        if (!x.packed) pack_rows(x);
+        x.packed = true;
+        attend(x, t, b);
+      }
+    }
+  }
+
+  void run() {
+    attend_all();
+    uint32_t again = 0;
+    for (int64_t i = 0; i < panels; ++i) {
+      bool good = finish_panel<D>(c, task, kv_head, p[i], false);
+      for (int64_t l = 0; l < p[i].count && p[i].started; ++l) good = good && p[i].row_sum[l] > 0;
+      again |= static_cast<uint32_t>(!good) << i;
+    }
+    for (int64_t i = 0; i < panels; ++i) {
+      if ((again >> i & 1U) == 0) continue;
+      kernel_task rows = task;
+      rows.row_begin = task.row_begin + i * width;
+      rows.row_end = min_of(rows.row_begin + width, task.row_end);
+      tile_task<D>(c, rows).run();
+    }
+  }
+};
+
+template <class D>
+void attention_matrix(const kernel_call* c, const kernel_task* t) {
+  matrix_task<D>(*c, *t).run();
+}
+
+}  // namespace
+}  // namespace manyhead::MH_ISA
