@@ -5,7 +5,7 @@
 //   for head_dim up to 64; for 128 they were 2 to 4 % slower. Never a function of the machine's caches or of lengths:
 //   tile borders lie at its multiples, and the same borders mean the same bits.
 // block_q: rows of a task. Each tile of K and V is read (or converted) once per task, so more rows mean less traffic;
-//   fewer mean more tasks. Rows do not influence each other, so this may depend on anything but the thread count.
+//   fewer mean more tasks. Where there are too few for the threads, schedule.cpp cuts them further.
 // chunks: splits along the keys, for problems with too few rows to keep many cores busy. Fixed size, fixed order of
 //   merging.
 // prefetch: kernels ask for rows of K, V, Q and out ahead of need, where they do not lie in L2 and there is arithmetic
@@ -17,6 +17,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+
+#include "schedule.hpp"
 
 namespace manyhead {
 namespace {
@@ -38,7 +40,8 @@ bool needs_copy(const problem& p, route kernel, int64_t lanes) {
   return kernel == route_decode && (p.head_dim % lanes != 0 || p.v_dim % lanes != 0);
 }
 
-// The keys [begin, end) that query i may attend, as far as the problem says without its tensors.
+}  // namespace
+
 std::pair<int64_t, int64_t> key_range(const problem& p, int64_t i) {
   const int64_t keys = p.kv_len - p.extra_keys;
   int64_t offset = 0;
@@ -53,6 +56,8 @@ std::pair<int64_t, int64_t> key_range(const problem& p, int64_t i) {
   if (known && p.window_left >= 0) begin = std::clamp<int64_t>(at - p.window_left, 0, keys);
   return {begin, std::max(begin, end)};
 }
+
+namespace {
 
 // Pairs that are attended, of one batch entry and head.
 double attended_pairs(const problem& p) {
@@ -200,28 +205,30 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes) {
   return plan;
 }
 
-std::string describe(const plan& plan, bool json) {
+std::string describe(const plan& plan, bool json, int64_t threads) {
   const char* route_names[] = {"tile", "decode"};
   const char* dtype_names[] = {"f32", "f64", "bf16", "f16"};
   char text[2048];
   const problem& p = plan.p;
+  const schedule order(plan, threads);
   const char* format =
       json
           ? R"({"problem": "%s", "kernel": "attention/%s/%s@%s", "isa": "%s", "dtype": "%s", "block_q": %lld, "block_kv": %lld, )"
             R"("row_blocks": %lld, "chunks": %lld, "chunk_keys": %lld, "tasks": %lld, "copies_kv": %s, "second_pass": %s, )"
-            R"("scratch_bytes_per_thread": %lld, "shared_bytes": %lld, "flops": %.17g, "bytes": %.17g, "tiles_skipped": %.6f})"
+            R"("scratch_bytes_per_thread": %lld, "shared_bytes": %lld, "flops": %.17g, "bytes": %.17g, "tiles_skipped": %.6f, )"
+            R"("threads": %lld, "balance": %.4f})"
           : "%s: attention/%s/%s@%s (%s, %s), block_q %lld, block_kv %lld, row_blocks %lld, chunks %lld of %lld keys, "
             "tasks %lld, "
             "copies_kv %s, second_pass %s, workspace %lld per thread + %lld, %.4g flops, %.4g bytes, tiles skipped "
-            "%.3f";
+            "%.3f, threads %lld, balance %.3f";
   std::snprintf(text, sizeof text, format, to_text(p).text, dtype_names[p.dtype], route_names[plan.kernel],
                 plan.table->isa, plan.table->isa, dtype_names[p.dtype], static_cast<long long>(plan.block_q),
                 static_cast<long long>(plan.block_kv), static_cast<long long>(plan.row_blocks),
                 static_cast<long long>(plan.chunks), static_cast<long long>(plan.chunk_keys),
-                static_cast<long long>(plan.tasks), plan.copy_kv ? (json ? "true" : "yes") : (json ? "false" : "no"),
+                static_cast<long long>(order.tasks()), plan.copy_kv ? (json ? "true" : "yes") : (json ? "false" : "no"),
                 plan.second_pass ? (json ? "true" : "yes") : (json ? "false" : "no"),
                 static_cast<long long>(plan.scratch_bytes), static_cast<long long>(plan.shared_bytes), plan.flops,
-                plan.bytes, plan.tiles_skipped);
+                plan.bytes, plan.tiles_skipped, static_cast<long long>(threads), order.balance());
   return text;
 }
 

@@ -9,6 +9,7 @@
 
 #include "error.hpp"
 #include "machine.hpp"
+#include "schedule.hpp"
 #include "thread_memory.hpp"
 
 #if MH_WITH_TBB
@@ -197,8 +198,8 @@ void add_columns(const kernel_call& c, const problem& p, Real* sums, int64_t hea
 }  // namespace
 
 int32_t thread_count(const plan& plan, int32_t threads) {
-  const int64_t most = std::max<int64_t>({plan.tasks, second_pass_tasks(plan), 1});
   if (is_short(plan)) return 1;
+  const int64_t most = std::max<int64_t>({most_tasks(plan), second_pass_tasks(plan), 1});
   return static_cast<int32_t>(std::min<int64_t>(wanted_threads(threads), most));
 }
 
@@ -233,18 +234,10 @@ void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec) {
     t.row_end = std::min(t.row_begin + block_q, c.rows);
   };
 
-  // Tasks of one kv head are neighbours, so that K and V stay in cache; among them the last row block, under a causal
-  // mask the longest, comes first.
-  for_each(plan.tasks, threads, exec, [&](int64_t worker, int64_t i) {
-    kernel_task t{};
+  const schedule order(plan, threads);
+  for_each(order.tasks(), threads, exec, [&](int64_t worker, int64_t i) {
+    kernel_task t = order.at(i);
     t.scratch = slots + worker * slot_bytes;
-    t.chunk = i % plan.chunks;
-    i /= plan.chunks;
-    rows_of(t, plan.row_blocks - 1 - i % plan.row_blocks, plan.block_q);
-    i /= plan.row_blocks;
-    t.kv_head_begin = i % p.kv_heads;
-    t.kv_head_end = t.kv_head_begin + 1;
-    t.batch = i / p.kv_heads;
     kernels.attention[plan.kernel](&c, &t);
   });
   if (plan.chunks > 1) merge_chunks(plan, c, threads, exec);
