@@ -39,7 +39,8 @@ schedule::schedule(const plan& plan, int64_t workers)
   piece_rows_ = panel * std::clamp<int64_t>(all_panels / (panels_per_worker * workers_), 1, block_panels);
   block_pieces_ = pieces_of(plan.block_q, piece_rows_);
   last_pieces_ = pieces_of(rows - (plan.row_blocks - 1) * plan.block_q, piece_rows_);
-  head_tasks_ = rows == 0 ? 0 : ((plan.row_blocks - 1) * block_pieces_ + last_pieces_) * plan.chunks;
+  head_pieces_ = rows == 0 ? 0 : (plan.row_blocks - 1) * block_pieces_ + last_pieces_;
+  head_tasks_ = head_pieces_ * plan.chunks;
   if (head_tasks_ > 0)
     interleaved_ =
         std::clamp<int64_t>(blocks(last_tasks_per_worker * workers_, head_tasks_), 1, std::max<int64_t>(heads_, 1));
@@ -54,10 +55,10 @@ schedule::place schedule::place_of(int64_t index) const {
 }
 
 void schedule::put_rows(int64_t position, kernel_task& t) const {
-  t.chunk = position % plan_.chunks;
-  int64_t piece = position / plan_.chunks;
-  if (last_longest_) piece = head_tasks_ / plan_.chunks - 1 - piece;
-  t.row_block = std::min(piece / block_pieces_, plan_.row_blocks - 1);
+  t.chunk = plan_.chunks > 1 ? position % plan_.chunks : 0;
+  int64_t piece = plan_.chunks > 1 ? position / plan_.chunks : position;
+  if (last_longest_) piece = head_pieces_ - 1 - piece;
+  t.row_block = plan_.row_blocks > 1 ? std::min(piece / block_pieces_, plan_.row_blocks - 1) : 0;
   piece -= t.row_block * block_pieces_;
   const int64_t block_begin = t.row_block * plan_.block_q;
   const int64_t rows = std::min(plan_.block_q, plan_.p.group() * plan_.p.q_len - block_begin);

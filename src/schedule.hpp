@@ -38,7 +38,8 @@ class schedule {
   int64_t piece_rows_;       // rows of a task, but for the last of a block
   int64_t block_pieces_;     // tasks of a whole row block and chunk
   int64_t last_pieces_;      // of the last row block and chunk
-  int64_t head_tasks_;       // tasks of a batch entry and kv head
+  int64_t head_pieces_;      // into how many pieces its rows are cut
+  int64_t head_tasks_;       // tasks of a batch entry and kv head: pieces times chunks
   int64_t interleaved_ = 1;  // the last so many heads are taken together, longest tasks of all of them first
   bool last_longest_;        // the last rows attend most keys
 };
