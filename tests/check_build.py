@@ -5,6 +5,8 @@ objects ARCHIVE...      an archive of one ISA has one global symbol, nothing the
                         another CPU, and nothing that runs before main
 loops ARCHIVE...        the innermost loops of the products keep their sums in registers and are as wide as designed;
                         needs objdump, and ends with 77 ("skipped") without it
+instructions PROGRAM    one call of PROGRAM (tests/one_call.c) on AVX2 takes no more instructions than said here;
+                        needs valgrind, and ends with 77 without it
 layers ROOT             who may include what (src/README.md), and READMEs name only files that exist
 """
 
@@ -139,6 +141,22 @@ def check_loops(objdump: str, archive: str) -> list[str]:
     return wrong
 
 
+# Of one_call.c, for each FMA instruction that its two products need: 2.33 with g++ 12.
+MOST_INSTRUCTIONS = 2.45
+
+
+def check_instructions(valgrind: str, program: str) -> list[str]:
+    fmas = 2 * 2 * 384 * 384 * 64 / 8  # products x heads x queries x keys x head_dim / lanes of AVX2
+    command = [valgrind, "--tool=callgrind", "--toggle-collect=mh_plan_run", "--callgrind-out-file=/dev/null", program]
+    run = subprocess.run(command, capture_output=True, text=True, env={"MH_ISA": "avx2", "MH_THREADS": "1"})
+    match = re.search(r"Collected : (\d+)", run.stderr)
+    if run.returncode != 0 or not match:
+        return [f"valgrind ended with {run.returncode}: {run.stderr.strip()}"]
+    each = int(match[1]) / fmas
+    print(f"instructions: {each:.3f} for an FMA")
+    return [f"more than {MOST_INSTRUCTIONS} instructions for an FMA"] if not 1 < each <= MOST_INSTRUCTIONS else []
+
+
 def include_lines(root: Path) -> list[tuple[str, str]]:
     """(file, included name) of every C and C++ file."""
     found = []
@@ -206,9 +224,10 @@ def check_layers(root: Path) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rule", choices=["symbols", "objects", "loops", "layers"])
+    parser.add_argument("rule", choices=["symbols", "objects", "loops", "instructions", "layers"])
     parser.add_argument("--nm", default="nm")
     parser.add_argument("--objdump", default="objdump")
+    parser.add_argument("--valgrind", default="valgrind")
     parser.add_argument("what", nargs="+")
     args = parser.parse_args()
     if args.rule == "symbols":
@@ -220,6 +239,11 @@ def main() -> int:
             print("loops: skipped, there is no objdump (package binutils)")
             return 77
         wrong = [text for archive in args.what for text in check_loops(args.objdump, archive)]
+    elif args.rule == "instructions":
+        if not shutil.which(args.valgrind):
+            print("instructions: skipped, there is no valgrind")
+            return 77
+        wrong = check_instructions(args.valgrind, args.what[0])
     else:
         wrong = check_layers(Path(args.what[0]))
     print("\n".join(wrong) or f"{args.rule}: all rules hold")
