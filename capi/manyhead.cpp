@@ -243,7 +243,8 @@ mh_status mh_plan_describe(const mh_plan* plan, int32_t format, char* buffer, si
   return guarded([&] {
     if (plan == nullptr) invalid("plan is NULL");
     manyhead::check_enum("format", format, MH_FORMAT_JSON);
-    copy_text(manyhead::describe(plan->plan, format == MH_FORMAT_JSON), buffer, size, needed);
+    const int32_t threads = manyhead::thread_count(plan->plan, 0);
+    copy_text(manyhead::describe(plan->plan, format == MH_FORMAT_JSON, threads), buffer, size, needed);
   });
 }
 

@@ -5,7 +5,7 @@
 //   for head_dim up to 64; for 128 they were 2 to 4 % slower. Never a function of the machine's caches or of lengths:
 //   tile borders lie at its multiples, and the same borders mean the same bits.
 // block_q: rows of a task. Each tile of K and V is read (or converted) once per task, so more rows mean less traffic;
-//   fewer mean more tasks. Rows do not influence each other, so this may depend on anything but the thread count.
+//   fewer mean more tasks. Where there are too few for the threads, schedule.cpp cuts them further.
 // chunks: splits along the keys, for problems with too few rows to keep many cores busy. Fixed size, fixed order of
 //   merging.
 // prefetch: kernels ask for rows of K, V, Q and out ahead of need, where they do not lie in L2 and there is arithmetic
@@ -17,6 +17,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+
+#include "schedule.hpp"
 
 namespace manyhead {
 namespace {
@@ -40,7 +42,8 @@ bool needs_copy(const problem& p, route kernel, int64_t lanes) {
   return kernel == route_decode && (p.head_dim % lanes != 0 || p.v_dim % lanes != 0);
 }
 
-// The keys [begin, end) that query i may attend, as far as the problem says without its tensors.
+}  // namespace
+
 std::pair<int64_t, int64_t> key_range(const problem& p, int64_t i) {
   const int64_t keys = p.kv_len - p.extra_keys;
   int64_t offset = 0;
@@ -55,6 +58,8 @@ std::pair<int64_t, int64_t> key_range(const problem& p, int64_t i) {
   if (known && p.window_left >= 0) begin = std::clamp<int64_t>(at - p.window_left, 0, keys);
   return {begin, std::max(begin, end)};
 }
+
+namespace {
 
 // Pairs that are attended, of one batch entry and head.
 double attended_pairs(const problem& p) {
@@ -155,10 +160,13 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes) {
 
   plan.second_pass =
       (p.outputs & (MH_OUTPUT_WEIGHTS | MH_OUTPUT_MEAN_WEIGHTS | MH_OUTPUT_COLUMN_SUMS | MH_OUTPUT_SCORES)) != 0;
-  // The second pass subtracts the first one's maxima from scores that it computes again: both must sum them in the same
-  // order, which the decode route does not.
+  // Half as many rows where decoding alone needs copies (f32 of head_dim 40 with AVX-512: 6 rows of 8 heads took 1.2 times
+  // as long as tiles, 4 rows as long). The second pass subtracts the first one's maxima from scores that it computes
+  // again: both must sum them in the same order, which only the tile route does.
+  const bool copies_more = needs_copy(p, route_decode, lanes) && !needs_copy(p, route_tile, lanes);
+  const int64_t decode_rows = copies_more ? table.decode_rows[f64] / 2 : table.decode_rows[f64];
   plan.kernel = plan.second_pass                                          ? route_tile
-                : rows <= table.decode_rows[f64]                          ? route_decode
+                : rows <= decode_rows                                     ? route_decode
                 : table.dtype[p.dtype].attention[route_matrix] != nullptr ? route_matrix
                                                                           : route_tile;
   plan.block_kv = plan.kernel == route_matrix ? matrix_keys : tile_keys;
@@ -168,17 +176,17 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes) {
                           static_cast<double>(p.batch * p.kv_heads) * static_cast<double>(p.kv_len);
   const bool arithmetic = rows > 1 || dtype_bytes(p.dtype) < real;
   plan.prefetch = arithmetic && kv_bytes > static_cast<double>(l2_bytes);
+  const bool matrix = plan.kernel == route_matrix;
+  plan.panel_rows = matrix ? matrix_rows : table.panel_rows[f64];
   if (plan.kernel == route_decode) {
     plan.block_q = std::max<int64_t>(rows, 1);
   } else {
-    // Q, O and a K and V tile of a task within half of L2; at least one panel. 4 panels unless K and V are large.
+    // Q, O and a K and V tile of a task within half of L2; at least one panel. 4 panels unless K and V are large; the
+    // matrix route brings K and V into another order for each task, so the more rows share that, the better.
     const int64_t row_bytes = (p.head_dim + p.v_dim) * real;
     const int64_t room = std::max<int64_t>(l2_bytes / 2 - plan.block_kv * row_bytes, 0);
-    // The matrix route brings K and V into another order for each task: the more rows share that, the better.
-    const bool matrix = plan.kernel == route_matrix;
-    const int64_t panel = matrix ? matrix_rows : table.panel_rows[f64];
-    const int64_t panels = std::clamp<int64_t>(room / (panel * row_bytes), 1, matrix ? 16 : 4);
-    plan.block_q = std::min(panels * panel, round_up(std::max<int64_t>(rows, 1), lanes));
+    const int64_t panels = std::clamp<int64_t>(room / (plan.panel_rows * row_bytes), 1, matrix ? 16 : 4);
+    plan.block_q = std::min(panels * plan.panel_rows, round_up(std::max<int64_t>(rows, 1), lanes));
   }
   plan.row_blocks = blocks(rows, plan.block_q);
   // One task writes a query's mean over all heads, so it needs all of the query's rows.
@@ -212,28 +220,30 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes) {
   return plan;
 }
 
-std::string describe(const plan& plan, bool json) {
+std::string describe(const plan& plan, bool json, int64_t threads) {
   const char* route_names[] = {"tile", "decode", "matrix"};
   const char* dtype_names[] = {"f32", "f64", "bf16", "f16"};
   char text[2048];
   const problem& p = plan.p;
+  const schedule order(plan, threads);
   const char* format =
       json
           ? R"({"problem": "%s", "kernel": "attention/%s/%s@%s", "isa": "%s", "dtype": "%s", "block_q": %lld, "block_kv": %lld, )"
             R"("row_blocks": %lld, "chunks": %lld, "chunk_keys": %lld, "tasks": %lld, "copies_kv": %s, "second_pass": %s, )"
-            R"("scratch_bytes_per_thread": %lld, "shared_bytes": %lld, "flops": %.17g, "bytes": %.17g, "tiles_skipped": %.6f})"
+            R"("scratch_bytes_per_thread": %lld, "shared_bytes": %lld, "flops": %.17g, "bytes": %.17g, "tiles_skipped": %.6f, )"
+            R"("threads": %lld, "balance": %.4f})"
           : "%s: attention/%s/%s@%s (%s, %s), block_q %lld, block_kv %lld, row_blocks %lld, chunks %lld of %lld keys, "
             "tasks %lld, "
             "copies_kv %s, second_pass %s, workspace %lld per thread + %lld, %.4g flops, %.4g bytes, tiles skipped "
-            "%.3f";
+            "%.3f, threads %lld, balance %.3f";
   std::snprintf(text, sizeof text, format, to_text(p).text, dtype_names[p.dtype], route_names[plan.kernel],
                 plan.table->isa, plan.table->isa, dtype_names[p.dtype], static_cast<long long>(plan.block_q),
                 static_cast<long long>(plan.block_kv), static_cast<long long>(plan.row_blocks),
                 static_cast<long long>(plan.chunks), static_cast<long long>(plan.chunk_keys),
-                static_cast<long long>(plan.tasks), plan.copy_kv ? (json ? "true" : "yes") : (json ? "false" : "no"),
+                static_cast<long long>(order.tasks()), plan.copy_kv ? (json ? "true" : "yes") : (json ? "false" : "no"),
                 plan.second_pass ? (json ? "true" : "yes") : (json ? "false" : "no"),
                 static_cast<long long>(plan.scratch_bytes), static_cast<long long>(plan.shared_bytes), plan.flops,
-                plan.bytes, plan.tiles_skipped);
+                plan.bytes, plan.tiles_skipped, static_cast<long long>(threads), order.balance());
   return text;
 }
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <string>
+#include <utility>
 
 #include "kernels/kernel_api.hpp"
 #include "problem.hpp"
@@ -16,6 +17,7 @@ struct plan {
   route kernel;
   int64_t block_q;                            // rows of a task (see kernel_api.hpp for rows)
   int64_t row_blocks;                         // tasks along the rows
+  int64_t panel_rows;                         // rows that a kernel works on together, the grain of tasks
   int64_t block_kv;                           // keys of a tile
   int64_t chunk_keys;                         // keys of a split
   int64_t chunks;                             // splits; 1 = none
@@ -23,7 +25,7 @@ struct plan {
   bool copy_kv;                               // tiles of K and V are copied (converted, made contiguous) before use
   bool second_pass;                           // weights, mean weights, scores or column sums are written after out
   int64_t second_block_q, second_row_blocks;  // its tasks' rows: whole queries where heads are averaged
-  int64_t tasks;                              // of the first pass
+  int64_t tasks;                              // of the first pass, on few threads (schedule.hpp)
   double flops;  // of the attended pairs, 2 (head_dim + v_dim) each; lengths in memory are not known yet: as if full
   double bytes;  // of q, k, v, out, each read or written once
   double tiles_skipped;                            // share of (row block, key tile) pairs that positions rule out
@@ -36,10 +38,14 @@ struct plan {
 
 plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes);
 
+// The keys [begin, end) that query i may attend, as far as the problem says without its tensors.
+std::pair<int64_t, int64_t> key_range(const problem& p, int64_t i);
+
 // What kernels are told about the plan's problem; pointers are NULL.
 kernel_call make_call(const plan& plan);
 
-// "f32 b1 h8 q128 kv128 d64: tile@avx512, block_q 144, ..." or the same as JSON.
-std::string describe(const plan& plan, bool json);
+// "f32 b1 h8 q128 kv128 d64: tile@avx512, block_q 144, ..." or the same as JSON; with the balance of its first pass on
+// so many threads (schedule.hpp).
+std::string describe(const plan& plan, bool json, int64_t threads = 1);
 
 }  // namespace manyhead

@@ -3,14 +3,20 @@
 symbols LIBRARY LIST    the shared library exports exactly the names in LIST
 objects ARCHIVE...      an archive of one ISA has one global symbol, nothing the linker could share with code for
                         another CPU, and nothing that runs before main
+loops ARCHIVE...        the innermost loops of the products keep their sums in registers and are as wide as designed;
+                        needs objdump, and ends with 77 ("skipped") without it
+instructions PROGRAM    one call of PROGRAM (tests/one_call.c) on AVX2 takes no more instructions than said here;
+                        needs valgrind, and ends with 77 without it
 layers ROOT             who may include what (src/README.md), and READMEs name only files that exist
 """
 
 import argparse
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 XSIMD = r"xsimd/|\w*intrin\.h|arm_(neon|sve)\.h"
 # What an include line may not name, except in the listed files. Paths are relative to the root.
@@ -59,6 +65,96 @@ def check_objects(nm: str, archive: str) -> list[str]:
     if found != [ours]:
         wrong.append(f"{name}: its one global symbol must be {ours}, it has {found}")
     return wrong
+
+
+# Rows of a tile of the products (tile_rows in src/kernels/product.hpp) by vectors of a panel. The product of both is
+# the number of FMAs in the loop over the depth, which is a multiple of it where the compiler unrolled the loop.
+TILE_ROWS = {"avx512": {3: 8, 2: 12, 1: 16}, "avx2": {2: 6, 1: 8}}
+ADD_SIGNED = "3"  # the mode of the rare second try of a panel: its masks do not all fit into registers, and need not
+PRODUCT = re.compile(r"product<.*?product_mode\)(\d), (\d+), (float|double)")
+
+
+class Instruction(NamedTuple):
+    address: int
+    name: str
+    operands: str
+
+    @property
+    def jumps_to(self) -> int | None:
+        match = re.match(r"([0-9a-f]+)\b", self.operands) if self.name.startswith("j") else None
+        return int(match[1], 16) if match else None
+
+    @property
+    def is_fma(self) -> bool:
+        return self.name.startswith("vfmadd")
+
+    def spills(self, frame: str) -> bool:
+        return bool(re.search(r"[xyz]mm\d", self.operands) and re.search(rf"\({frame}\)", self.operands))
+
+
+def functions_of(objdump: str, archive: str) -> dict[str, list[Instruction]]:
+    functions: dict[str, list[Instruction]] = {}
+    body: list[Instruction] = []
+    for line in lines_of([objdump, "-dC", "--no-show-raw-insn", archive]):
+        if match := re.fullmatch(r"[0-9a-f]+ <(.*)>:", line):
+            body = functions.setdefault(match[1], [])
+        elif match := re.match(r" *([0-9a-f]+):\s+(\S+) *(.*)", line):
+            body.append(Instruction(int(match[1], 16), match[2], match[3]))
+    return functions
+
+
+def innermost_loops(body: list[Instruction]) -> list[list[Instruction]]:
+    """What lies between the target of a jump backwards and the jump, with no other such loop inside."""
+    spans = [(i.jumps_to, i.address) for i in body if i.jumps_to is not None and i.jumps_to <= i.address]
+    inner = [(a, b) for a, b in spans if not any((c, d) != (a, b) and a <= c and d <= b for c, d in spans)]
+    return [[i for i in body if a <= i.address <= b] for a, b in inner]
+
+
+def check_loops(objdump: str, archive: str) -> list[str]:
+    isa = Path(archive).name.removeprefix("libmh_").removesuffix(".a")
+    wrong, seen = [], set()
+    for name, body in functions_of(objdump, archive).items():
+        match = PRODUCT.search(name)
+        if not match:
+            continue
+        what = f"{isa}: product of mode {match[1]}, {match[2]} vectors of {match[3]}"
+        vectors = int(match[2])
+        loops = [loop for loop in innermost_loops(body) if any(i.is_fma for i in loop)]
+        counts = sorted(sum(i.is_fma for i in loop) for loop in loops)
+        designed = TILE_ROWS[isa].get(vectors, 0) * vectors
+        seen.add((vectors, match[3]))
+        if designed == 0:
+            wrong.append(f"{what}: no such width is designed; has TILE_ROWS in {Path(__file__).name} to be changed?")
+        elif not counts or counts[-1] % designed:
+            wrong.append(f"{what}: the FMAs of its loops are {counts}, the largest must be a multiple of {designed}")
+        # Some compilers use rbp as any other register: it points to the stack only where it was made to.
+        has_frame = any(i.name == "mov" and i.operands == "%rsp,%rbp" for i in body)
+        frame = "%r[sb]p" if has_frame else "%rsp"
+        spills = [i for loop in loops for i in loop if i.spills(frame) and match[1] != ADD_SIGNED]
+        wrong += [f"{what}: a vector on the stack in a loop: {i.name} {i.operands}" for i in spills]
+    for vectors in TILE_ROWS[isa]:
+        wrong += [
+            f"{isa}: no product of {vectors} vectors of {real}"
+            for real in ("float", "double")
+            if (vectors, real) not in seen
+        ]
+    return wrong
+
+
+# Of one_call.c, for each FMA instruction that its two products need: 2.33 with g++ 12.
+MOST_INSTRUCTIONS = 2.45
+
+
+def check_instructions(valgrind: str, program: str) -> list[str]:
+    fmas = 2 * 2 * 384 * 384 * 64 / 8  # products x heads x queries x keys x head_dim / lanes of AVX2
+    command = [valgrind, "--tool=callgrind", "--toggle-collect=mh_plan_run", "--callgrind-out-file=/dev/null", program]
+    run = subprocess.run(command, capture_output=True, text=True, env={"MH_ISA": "avx2", "MH_THREADS": "1"})
+    match = re.search(r"Collected : (\d+)", run.stderr)
+    if run.returncode != 0 or not match:
+        return [f"valgrind ended with {run.returncode}: {run.stderr.strip()}"]
+    each = int(match[1]) / fmas
+    print(f"instructions: {each:.3f} for an FMA")
+    return [f"more than {MOST_INSTRUCTIONS} instructions for an FMA"] if not 1 < each <= MOST_INSTRUCTIONS else []
 
 
 def include_lines(root: Path) -> list[tuple[str, str]]:
@@ -128,14 +224,26 @@ def check_layers(root: Path) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rule", choices=["symbols", "objects", "layers"])
+    parser.add_argument("rule", choices=["symbols", "objects", "loops", "instructions", "layers"])
     parser.add_argument("--nm", default="nm")
+    parser.add_argument("--objdump", default="objdump")
+    parser.add_argument("--valgrind", default="valgrind")
     parser.add_argument("what", nargs="+")
     args = parser.parse_args()
     if args.rule == "symbols":
         wrong = check_symbols(args.nm, *args.what)
     elif args.rule == "objects":
         wrong = [text for archive in args.what for text in check_objects(args.nm, archive)]
+    elif args.rule == "loops":
+        if not shutil.which(args.objdump):
+            print("loops: skipped, there is no objdump (package binutils)")
+            return 77
+        wrong = [text for archive in args.what for text in check_loops(args.objdump, archive)]
+    elif args.rule == "instructions":
+        if not shutil.which(args.valgrind):
+            print("instructions: skipped, there is no valgrind")
+            return 77
+        wrong = check_instructions(args.valgrind, args.what[0])
     else:
         wrong = check_layers(Path(args.what[0]))
     print("\n".join(wrong) or f"{args.rule}: all rules hold")

@@ -3,14 +3,17 @@
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cctype>
 #include <cerrno>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <functional>
 #include <new>
+#include <sstream>
 #include <string>
 #include <thread>
 #include <vector>
@@ -19,6 +22,7 @@
 #include "machine.hpp"
 #include "plan.hpp"
 #include "registry.hpp"
+#include "schedule.hpp"
 #include "scheduler.hpp"
 #include "test_case.hpp"
 
@@ -197,7 +201,7 @@ TEST_CASE("a plan's JSON is JSON") {
     CHECK((skip_json(text, at) && at == text.size()));
     CHECK((text.find("inf,") == text.npos && text.find("nan") == text.npos));
     for (const char* key : {"\"kernel\"", "\"isa\"", "\"block_q\"", "\"block_kv\"", "\"chunks\"", "\"tasks\"",
-                            "\"flops\"", "\"bytes\"", "\"tiles_skipped\""})
+                            "\"flops\"", "\"bytes\"", "\"tiles_skipped\"", "\"threads\"", "\"balance\""})
       CHECK(text.find(key) != text.npos);
   }
 }
@@ -305,6 +309,129 @@ TEST_CASE("skipped tiles and attended pairs are counted right") {
   const double causal = plan_of("f32 b1 h1 q4096 kv4096 d64 causal").tiles_skipped;
   CHECK((causal > 0.45 && causal < 0.5));
   CHECK(plan_of("f32 b1 h1 q4096 kv4096 d64 window=100,0").tiles_skipped > 0.9);
+}
+
+// --- the schedule ----------------------------------------------------------------------------------------------------
+
+TEST_CASE("a schedule cuts row blocks at the borders of their panels, and covers each row once") {
+  for (const kernel_table* table : tables()) {
+    const int64_t panel = table->panel_rows[0], lanes = table->lanes;
+    for (const int64_t q : {1, 9, 47, 48, 49, 64, 65, 100, 129, 192, 193, 207, 256, 577, 1024}) {
+      for (const char* options : {" kv300 d64", " kv300 d64 causal align=tl", " kv4000 d64 causal align=br"}) {
+        const problem p = problem_of("f32 b2 h6/3 q" + std::to_string(q) + options);
+        const plan plan = make_plan(p, *table, l2);
+        const int64_t rows = p.group() * q;
+        // Where the panels of an uncut block begin: the widest ones, but the last four vectors as two and two.
+        std::vector<bool> borders(static_cast<size_t>(rows + 1));
+        for (int64_t block = 0; block < rows; block += plan.block_q) {
+          const int64_t end = std::min(block + plan.block_q, rows);
+          for (int64_t row = block; row < end;) {
+            borders[static_cast<size_t>(row)] = true;
+            const int64_t vectors = (end - row + lanes - 1) / lanes;
+            row += vectors == 4 && panel == 3 * lanes ? 2 * lanes : panel;
+          }
+        }
+        for (const int64_t workers : {1, 2, 3, 16, 64, 1000000}) {
+          const schedule order(plan, workers);
+          CHECK(order.tasks() <= most_tasks(plan));
+          std::vector<int> done(static_cast<size_t>(2 * 3 * plan.chunks * rows));
+          for (int64_t i = 0; i < order.tasks(); ++i) {
+            const kernel_task t = order.at(i);
+            REQUIRE((t.batch >= 0 && t.batch < 2 && t.kv_head_begin >= 0 && t.kv_head_end == t.kv_head_begin + 1 &&
+                     t.kv_head_end <= 3 && t.chunk >= 0 && t.chunk < plan.chunks));
+            REQUIRE((t.row_begin < t.row_end && t.row_end <= rows && t.row_end - t.row_begin <= plan.block_q));
+            CHECK(borders[static_cast<size_t>(t.row_begin)]);
+            for (int64_t row = t.row_begin; row < t.row_end; ++row)
+              ++done[static_cast<size_t>(((t.batch * 3 + t.kv_head_begin) * plan.chunks + t.chunk) * rows + row)];
+          }
+          CHECK(std::all_of(done.begin(), done.end(), [](int n) { return n == 1; }));
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("on few threads heads come one after another, the longest task of each first") {
+  const plan plan = plan_of("f32 b1 h8 q2048 kv2048 d64 causal");
+  const schedule order(plan, 2);
+  CHECK(order.tasks() == plan.tasks);
+  for (int64_t i = 1; i < order.tasks(); ++i) {
+    const kernel_task before = order.at(i - 1), task = order.at(i);
+    CHECK((task.kv_head_begin > before.kv_head_begin || task.row_end == before.row_begin));
+  }
+}
+
+// The least load of the busiest worker over the mean that any order could reach, at the least: one worker gets k + 1 of
+// the largest k * workers + 1 tasks.
+double least_balance(std::vector<double> costs, int64_t workers) {
+  std::sort(costs.begin(), costs.end(), std::greater<>());
+  double sum = 0, least = 0;
+  for (const double cost : costs) sum += cost;
+  const auto step = static_cast<size_t>(workers);
+  for (size_t k = 0; k * step < costs.size(); ++k) {
+    double load = 0;
+    for (size_t i = 0; i <= k; ++i) load += costs[k * step - i];
+    least = std::max(least, load);
+  }
+  return std::max(1.0, least * static_cast<double>(workers) / sum);
+}
+
+// The rows of bench/workloads.txt on machines that are larger than this one. A row has enough work for so many workers
+// where each gets 20 MFLOP or reads 1 MB of K and V (a tenth of a millisecond and more), and four tasks of the smallest
+// size (one panel, one chunk), and tasks of that size can be spread evenly at all. Not so: sdxl_self with AVX-512 on 256
+// (3.4 panels of 48 rows each, 1.2 at best), gpt2_small on 128 (1.07), dec_mqa_16k on 64 (32 chunks of 512 keys; with
+// chunks of 256 keys decoding was 3 to 18 % slower on two threads).
+TEST_CASE("the load is balanced where there is enough work") {
+  std::ifstream file(MH_WORKLOADS_FILE);
+  std::vector<std::string> enough;
+  for (std::string line; std::getline(file, line);) {
+    if (line.empty() || line[0] == '#') continue;
+    std::istringstream words(line);
+    std::string name;
+    mh_problem p{};
+    p.struct_size = sizeof p;
+    words >> name >> p.batch >> p.heads >> p.kv_heads >> p.q_len >> p.kv_len >> p.head_dim >> p.causal;
+    REQUIRE(bool(words));
+    for (const kernel_table* table : tables()) {
+      const plan plan = make_plan(validate(p), *table, int64_t{2} << 20);
+      for (const int64_t workers : {64, 128, 256}) {
+        const schedule order(plan, workers);
+        const double balance = order.balance(), share = 1 / static_cast<double>(workers);
+        const double least = least_balance(schedule(plan, int64_t{1} << 20).costs(), workers);
+        CAPTURE(name);
+        CAPTURE(describe(plan, false, workers));
+        CHECK(balance >= 1);
+        CHECK(balance <= 1.2 * least);
+        if (plan.flops * share < 20e6 && plan.bytes * share < 1e6) continue;
+        if (most_tasks(plan) < 4 * workers || least > 1.05) continue;
+        CHECK(balance <= 1.051);
+        enough.push_back(name + "@" + table->isa + "x" + std::to_string(workers));
+      }
+    }
+  }
+  // The rule lets the large rows in.
+  for (const char* isa : {"avx512", "avx2"}) {
+    if (std::none_of(tables().begin(), tables().end(),
+                     [&](const kernel_table* t) { return isa == std::string(t->isa); }))
+      continue;
+    for (const char* row : {"llama8b_2k", "gpt3_512"})
+      for (const char* workers : {"x64", "x128", "x256"})
+        CHECK(std::count(enough.begin(), enough.end(), row + std::string("@") + isa + workers) == 1);
+    for (const char* row : {"sdxl_self@", "dec_llama_32k@"})
+      for (const char* workers : {"x64", "x128"})
+        CHECK(std::count(enough.begin(), enough.end(), row + std::string(isa) + workers) == 1);
+    for (const char* row : {"gpt2_small@", "gpt2_large@", "dec_llama_b8@"})
+      CHECK(std::count(enough.begin(), enough.end(), row + std::string(isa) + "x64") == 1);
+  }
+}
+
+TEST_CASE("the balance of more tasks than are played through is bounded") {
+  const plan small = plan_of("f32 b1 h8 q4096 kv4096 d64 causal");
+  const plan large = plan_of("f32 b1000 h96 q4096 kv4096 d64 causal");
+  CHECK(schedule(small, 1).balance() == 1);
+  CHECK(schedule(small, 16).balance() < 1.05);
+  CHECK((schedule(large, 256).balance() >= 1 && schedule(large, 256).balance() < 1.01));
+  CHECK(schedule(plan_of("f32 b1 h8 q0 kv10 d64"), 4).balance() == 1);
 }
 
 // --- instruction sets ------------------------------------------------------------------------------------------------

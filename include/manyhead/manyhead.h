@@ -250,7 +250,8 @@ MH_API mh_status mh_attention(const mh_problem* problem, const mh_tensors* tenso
 typedef enum mh_format { MH_FORMAT_LINE = 0, MH_FORMAT_JSON = 1 } mh_format;
 
 /* The plan's decisions as text: the problem, kernel, isa, tile sizes, splits, tasks, workspace, FLOPs, bytes, share of
- * tiles skipped. Buffer as in mh_machine_describe. */
+ * tiles skipped; the threads of a run with default settings, and the balance to expect of them: the load of the busiest
+ * over the mean. Buffer as in mh_machine_describe. */
 MH_API mh_status mh_plan_describe(const mh_plan* plan, int32_t format, char* buffer, size_t size, size_t* needed);
 
 /* ---- Merging partial results ---------------------------------------------------------------------------------- */

@@ -1,0 +1,211 @@
+// What masks and modifiers cost: attention with each of them beside plain attention of the same shape, in turn, as speed
+// per attended pair. 1.00 = a pair costs what it costs without.
+#include <getopt.h>
+#include <manyhead/manyhead.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "alternate.hpp"
+
+namespace {
+
+constexpr const char* usage =
+    "modifiers [--head-dim 64] [--threads 1] [--seconds 0.5]\n"
+    "  --head-dim N  size of a head\n"
+    "  --threads N   0: all\n"
+    "  --seconds S   of measuring a modifier\n";
+
+constexpr int64_t heads = 8;
+
+struct options {
+  int head_dim = 64, threads = 1;
+  double seconds = 0.5;
+};
+
+struct arrays {
+  std::vector<float> q, k, v, out, bias, slopes, sinks;
+  std::vector<uint8_t> mask, key_mask;
+};
+
+// A problem of q_len queries and keys, and how many pairs of (query, key) a head attends.
+struct variant {
+  const char* name;
+  std::function<void(mh_problem&, mh_tensors&)> set;
+  double pairs;
+};
+
+[[noreturn]] void fail(const char* text) {
+  std::fprintf(stderr, "modifiers: %s\n", text);
+  std::exit(1);
+}
+
+struct plan_deleter {
+  void operator()(mh_plan* plan) const { mh_plan_destroy(plan); }
+};
+
+std::vector<variant> variants_of(arrays& a, int64_t n) {
+  const auto square = static_cast<double>(n * n);
+  const int64_t side = n / 8;
+  double in_window = 0;
+  for (int64_t i = 0; i < n; ++i)
+    in_window += static_cast<double>(std::min(n, i + side + 1) - std::max<int64_t>(0, i - side));
+  const auto with_mask = [&a](mh_problem& p, mh_tensors& t) {
+    p.inputs |= MH_INPUT_MASK;
+    t.mask = a.mask.data();
+  };
+  const auto with_bias = [&a](mh_problem& p, mh_tensors& t) {
+    p.inputs |= MH_INPUT_BIAS;
+    t.bias = a.bias.data();
+  };
+  const auto for_all_heads = [n](int64_t* strides) {
+    const int64_t all[] = {0, 0, n, 1};
+    std::copy_n(all, 4, strides);
+  };
+  const double seen = static_cast<double>(std::count(a.mask.begin(), a.mask.begin() + n * n, 1));
+  return {
+      {"plain", [](mh_problem&, mh_tensors&) {}, square},
+      {"causal", [](mh_problem& p, mh_tensors&) { p.causal = 1; }, 0.5 * static_cast<double>(n * (n + 1))},
+      {"window, an eighth each side",
+       [side](mh_problem& p, mh_tensors&) {
+         p.flags |= MH_FLAG_WINDOW;
+         p.window_left = p.window_right = side;
+       },
+       in_window},
+      {"boolean mask, of all heads",
+       [=](mh_problem& p, mh_tensors& t) {
+         with_mask(p, t);
+         for_all_heads(p.mask_strides);
+       },
+       seen},
+      {"boolean mask, of each head", with_mask,
+       static_cast<double>(std::count(a.mask.begin(), a.mask.end(), 1)) / static_cast<double>(heads)},
+      {"key padding, the last eighth",
+       [&a](mh_problem& p, mh_tensors& t) {
+         p.inputs |= MH_INPUT_KEY_MASK;
+         t.key_mask = a.key_mask.data();
+       },
+       square * 7 / 8},
+      {"bias, of all heads",
+       [=](mh_problem& p, mh_tensors& t) {
+         with_bias(p, t);
+         for_all_heads(p.bias_strides);
+       },
+       square},
+      {"bias, of each head", with_bias, square},
+      {"ALiBi",
+       [&a](mh_problem& p, mh_tensors& t) {
+         p.inputs |= MH_INPUT_ALIBI;
+         t.alibi_slopes = a.slopes.data();
+       },
+       square},
+      {"softcap", [](mh_problem& p, mh_tensors&) { p.softcap = 30; }, square},
+      {"sinks",
+       [&a](mh_problem& p, mh_tensors& t) {
+         p.inputs |= MH_INPUT_SINKS;
+         t.sinks = a.sinks.data();
+       },
+       square},
+  };
+}
+
+void measure(int64_t n, const options& o) {
+  std::minstd_rand bits(1);
+  std::normal_distribution<float> normal;
+  const auto floats = [&](int64_t size) {
+    std::vector<float> x(static_cast<std::size_t>(size));
+    for (float& value : x) value = normal(bits);
+    return x;
+  };
+  const int64_t size = heads * n * o.head_dim;
+  arrays a{floats(size),
+           floats(size),
+           floats(size),
+           floats(size),
+           floats(heads * n * n),
+           floats(heads),
+           floats(heads),
+           std::vector<uint8_t>(static_cast<std::size_t>(heads * n * n)),
+           std::vector<uint8_t>(static_cast<std::size_t>(n), 1)};
+  for (float& slope : a.slopes) slope = 0.01F;
+  for (uint8_t& bit : a.mask) bit = bits() % 16 != 0;  // no tile without a key that is masked
+  std::fill(a.key_mask.end() - n / 8, a.key_mask.end(), uint8_t{0});
+
+  for (const variant& x : variants_of(a, n)) {
+    std::vector<std::unique_ptr<mh_plan, plan_deleter>> plans;
+    std::vector<mh_tensors> tensors;
+    for (const bool modified : {false, true}) {
+      mh_problem p{};
+      p.struct_size = sizeof p;
+      p.batch = 1;
+      p.heads = heads;
+      p.q_len = p.kv_len = n;
+      p.head_dim = o.head_dim;
+      mh_tensors t{};
+      t.struct_size = sizeof t;
+      t.q = a.q.data();
+      t.k = a.k.data();
+      t.v = a.v.data();
+      t.out = a.out.data();
+      if (modified) x.set(p, t);
+      mh_plan* plan = nullptr;
+      if (mh_plan_create(&p, &plan) != MH_OK) fail(mh_last_error());
+      plans.emplace_back(plan);
+      tensors.push_back(t);
+    }
+    mh_exec exec{};
+    exec.struct_size = sizeof exec;
+    exec.threads = o.threads;
+    const auto run = [&](std::size_t i) {
+      return [&, i] {
+        if (mh_plan_run(plans[i].get(), &tensors[i], &exec) != MH_OK) fail(mh_last_error());
+      };
+    };
+    const std::vector<double> best = alternate::fastest({run(0), run(1)}, o.seconds);
+    const double plain = static_cast<double>(n * n) / best[0];
+    std::printf("%-30s %6lld %10.1f %10.2f\n", x.name, static_cast<long long>(n), best[1] * 1e6,
+                x.pairs / best[1] / plain);
+  }
+}
+
+options read_options(int argc, char** argv) {
+  options o;
+  const option known[] = {{"head-dim", required_argument, nullptr, 'd'},
+                          {"threads", required_argument, nullptr, 't'},
+                          {"seconds", required_argument, nullptr, 'S'},
+                          {"help", no_argument, nullptr, 'h'},
+                          {nullptr, 0, nullptr, 0}};
+  for (int c = 0; (c = getopt_long(argc, argv, "", known, nullptr)) != -1;) {
+    switch (c) {
+      case 'd':
+        o.head_dim = std::max(1, std::atoi(optarg));
+        break;
+      case 't':
+        o.threads = std::atoi(optarg);
+        break;
+      case 'S':
+        o.seconds = std::atof(optarg);
+        break;
+      default:
+        std::fputs(usage, c == 'h' ? stdout : stderr);
+        std::exit(c == 'h' ? 0 : 2);
+    }
+  }
+  return o;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const options o = read_options(argc, argv);
+  std::printf("f32, 1 x %lld heads of %d, isa %s; speed per attended pair over that of plain attention\n\n",
+              static_cast<long long>(heads), o.head_dim, mh_isa_current());
+  std::printf("%-30s %6s %10s %10s\n", "modifier", "q, kv", "us", "ratio");
+  for (const int64_t n : {512, 1024}) measure(n, o);
+}

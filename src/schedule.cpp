@@ -1,0 +1,136 @@
+// See schedule.hpp. The choices, and why:
+//
+// Size of a task: a row block (up to four panels), so that a tile of K and V is read (or converted) once for four panels;
+//   fewer panels, down to one, where a worker would get fewer than sixteen panels in all. A panel is the grain: cut
+//   further it would not fill the registers of the micro-kernel.
+// Order: heads one after another, so that K and V stay in cache, and in each head the longest task first. So the work
+//   ends with the short tasks of the last head, and where these are too few to level the load, of the last several.
+// On 1 and 2 threads of an AVX-512 server core the rows of bench/workloads.txt are as fast as with whole blocks.
+#include "schedule.hpp"
+
+#include <algorithm>
+#include <queue>
+
+namespace manyhead {
+namespace {
+
+constexpr int64_t panels_per_worker = 16;
+constexpr int64_t last_tasks_per_worker = 8;
+// What a row costs whatever its keys, as so many keys: packing Q, and dividing, transposing and storing the result.
+// Measured: 5 to 9 keys of size 64, 15 to 30 of size 128 (AVX-512 and AVX2).
+constexpr int64_t row_cost_keys = 16;
+// Beyond this many tasks they are not played through (tens of milliseconds), and the bound for any order is told.
+constexpr int64_t most_played = int64_t{1} << 18;
+
+int64_t blocks(int64_t n, int64_t size) { return (n + size - 1) / size; }
+int64_t lanes_of(const plan& plan) { return plan.table->lanes / (plan.p.is_f64() ? 2 : 1); }
+
+// Into how many tasks a block of rows is cut.
+int64_t pieces_of(int64_t rows, int64_t piece_rows) { return std::max<int64_t>(blocks(rows, piece_rows), 1); }
+
+}  // namespace
+
+schedule::schedule(const plan& plan, int64_t workers)
+    : plan_(plan), workers_(std::max<int64_t>(workers, 1)), heads_(plan.p.batch * plan.p.kv_heads) {
+  const int64_t rows = plan.p.group() * plan.p.q_len, panel = plan.panel_rows;
+  const int64_t all_panels = heads_ * blocks(rows, panel) * plan.chunks;
+  const int64_t block_panels = blocks(plan.block_q, panel);
+  piece_rows_ = panel * std::clamp<int64_t>(all_panels / (panels_per_worker * workers_), 1, block_panels);
+  block_pieces_ = pieces_of(plan.block_q, piece_rows_);
+  last_pieces_ = pieces_of(rows - (plan.row_blocks - 1) * plan.block_q, piece_rows_);
+  head_pieces_ = rows == 0 ? 0 : (plan.row_blocks - 1) * block_pieces_ + last_pieces_;
+  head_tasks_ = head_pieces_ * plan.chunks;
+  if (head_tasks_ > 0)
+    interleaved_ =
+        std::clamp<int64_t>(blocks(last_tasks_per_worker * workers_, head_tasks_), 1, std::max<int64_t>(heads_, 1));
+  last_longest_ = plan.p.causal || plan.p.window_right >= 0;
+}
+
+schedule::place schedule::place_of(int64_t index) const {
+  const int64_t first = (heads_ - interleaved_) * head_tasks_;
+  if (index < first) return {index / head_tasks_, index % head_tasks_};
+  index -= first;
+  return {heads_ - interleaved_ + index % interleaved_, index / interleaved_};
+}
+
+void schedule::put_rows(int64_t position, kernel_task& t) const {
+  t.chunk = plan_.chunks > 1 ? position % plan_.chunks : 0;
+  int64_t piece = plan_.chunks > 1 ? position / plan_.chunks : position;
+  if (last_longest_) piece = head_pieces_ - 1 - piece;
+  t.row_block = plan_.row_blocks > 1 ? std::min(piece / block_pieces_, plan_.row_blocks - 1) : 0;
+  piece -= t.row_block * block_pieces_;
+  const int64_t block_begin = t.row_block * plan_.block_q;
+  const int64_t rows = std::min(plan_.block_q, plan_.p.group() * plan_.p.q_len - block_begin);
+  // Kernels whose widest panel is three vectors cut the last four vectors of rows into two and two (panel_vectors):
+  // where a border would leave one vector, it lies one vector before.
+  const auto border = [&](int64_t i) {
+    const int64_t lanes = lanes_of(plan_), at = i * piece_rows_;
+    const bool one_left = i > 0 && at < rows && rows - at <= lanes && plan_.panel_rows == 3 * lanes;
+    return std::min(rows, one_left ? at - lanes : at);
+  };
+  t.row_begin = block_begin + border(piece);
+  t.row_end = block_begin + border(piece + 1);
+}
+
+kernel_task schedule::at(int64_t index) const {
+  const place at = place_of(index);
+  kernel_task t{};
+  t.batch = at.head / plan_.p.kv_heads;
+  t.kv_head_begin = at.head % plan_.p.kv_heads;
+  t.kv_head_end = t.kv_head_begin + 1;
+  put_rows(at.position, t);
+  return t;
+}
+
+double schedule::cost_of(int64_t position) const {
+  kernel_task t{};
+  put_rows(position, t);
+  const problem& p = plan_.p;
+  const int64_t panel = plan_.panel_rows, lanes = lanes_of(plan_);
+  const int64_t chunk_begin = t.chunk * plan_.chunk_keys, chunk_end = chunk_begin + plan_.chunk_keys;
+  double cost = 0;
+  for (int64_t row = t.row_begin; row < t.row_end; row += panel) {
+    const int64_t end = std::min(row + panel, t.row_end);
+    const int64_t last_key = key_range(p, (end - 1) / p.group()).second;
+    const int64_t keys = std::min(p.extra_keys > 0 ? p.kv_len : last_key, chunk_end) -
+                         std::max(key_range(p, row / p.group()).first, chunk_begin);
+    cost += static_cast<double>(blocks(end - row, lanes) * lanes) *
+            static_cast<double>(std::max<int64_t>(keys, 0) + row_cost_keys);
+  }
+  return cost;
+}
+
+std::vector<double> schedule::costs() const {
+  std::vector<double> of_head, all;
+  for (int64_t i = 0; i < head_tasks_; ++i) of_head.push_back(cost_of(i));
+  for (int64_t i = 0; i < tasks(); ++i) all.push_back(of_head[static_cast<size_t>(place_of(i).position)]);
+  return all;
+}
+
+double schedule::balance() const {
+  if (tasks() == 0 || workers_ == 1) return 1;
+  if (tasks() > most_played) {
+    double longest = 0, sum = 0;
+    for (int64_t i = 0; i < head_tasks_; ++i) {
+      const double cost = cost_of(i);
+      longest = std::max(longest, cost);
+      sum += cost * static_cast<double>(heads_);
+    }
+    return 1 + longest * static_cast<double>(workers_ - 1) / sum;
+  }
+  std::priority_queue<double, std::vector<double>, std::greater<>> loads;
+  for (int64_t i = 0; i < workers_; ++i) loads.push(0);
+  double busiest = 0, sum = 0;
+  for (const double cost : costs()) {
+    const double load = loads.top() + cost;
+    loads.pop();
+    loads.push(load);
+    busiest = std::max(busiest, load);
+    sum += cost;
+  }
+  return busiest * static_cast<double>(workers_) / sum;
+}
+
+int64_t most_tasks(const plan& plan) { return schedule(plan, int64_t{1} << 30).tasks(); }
+
+}  // namespace manyhead

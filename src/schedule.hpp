@@ -1,0 +1,50 @@
+// Which tasks the first pass of a plan is cut into for a number of workers, and the order in which they are taken. Only
+// this depends on the number of workers, and no bit of a result depends on this: a row block of the plan is cut at the
+// borders of its panels alone, so that every panel holds the same rows whatever the cut.
+#pragma once
+
+#include <vector>
+
+#include "plan.hpp"
+
+namespace manyhead {
+
+class schedule {
+ public:
+  schedule(const plan& plan, int64_t workers);
+
+  int64_t tasks() const { return heads_ * head_tasks_; }
+  kernel_task at(int64_t index) const;  // the task that is taken as number index, without scratch
+
+  // The share of the busiest worker over the mean, where each worker takes the next task when it has done its last one
+  // and time is cost. 1 = perfect. Lengths in memory are not known: as if full.
+  double balance() const;
+
+  // Costs of the tasks in the order in which they are taken: the (row, key) pairs that their panels compute, whole
+  // vectors of rows, plus what a row costs whatever its keys. The unit is a pair.
+  std::vector<double> costs() const;
+
+ private:
+  struct place {
+    int64_t head, position;  // of a batch entry and kv head; of the task among the head's own, longest first
+  };
+  place place_of(int64_t index) const;
+  void put_rows(int64_t position, kernel_task& t) const;
+  double cost_of(int64_t position) const;
+
+  const plan& plan_;
+  int64_t workers_;
+  int64_t heads_;            // batch entries x kv heads
+  int64_t piece_rows_;       // rows of a task, but for the last of a block
+  int64_t block_pieces_;     // tasks of a whole row block and chunk
+  int64_t last_pieces_;      // of the last row block and chunk
+  int64_t head_pieces_;      // into how many pieces its rows are cut
+  int64_t head_tasks_;       // tasks of a batch entry and kv head: pieces times chunks
+  int64_t interleaved_ = 1;  // the last so many heads are taken together, longest tasks of all of them first
+  bool last_longest_;        // the last rows attend most keys
+};
+
+// The most tasks that a plan can be cut into.
+int64_t most_tasks(const plan& plan);
+
+}  // namespace manyhead
