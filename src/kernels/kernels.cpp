@@ -4,6 +4,7 @@
 #include "attention_tile.hpp"
 #include "decode.hpp"
 #include "kernel_api.hpp"
+#include "linear.hpp"
 #include "merge.hpp"
 #include "weights.hpp"
 
@@ -41,7 +42,9 @@ constexpr kernel_table table = {MH_TEXT(MH_ISA),
 #define MH_DTYPE_ROW(enumerator, trait, real) kernels_of<trait, real>(),
 #include "instances.inc"
 #undef MH_DTYPE_ROW
-                                }};
+                                },
+                                {static_cast<int32_t>(linear_width<float>), static_cast<int32_t>(linear_width<double>)},
+                                {linear_task<float>, linear_task<double>}};
 
 #define MH_DTYPE_ROW(enumerator, trait, real) +1
 static_assert(0
