@@ -2,8 +2,8 @@
 // on one thread and on all. A row is called attention/<dtype>/<route>@<isa>/<workload>/threads:<n>; the part before the
 // workload is what the plan says it runs, so a row cannot bear the name of a kernel that it did not time. Before it is
 // timed, a row's result is compared with plain attention in double. Rows layer/f32/<isa>/<layer> are the multi-head
-// layers of layers.txt. Rows bare/f32/openblas/<workload> are OpenBLAS on one thread on the matrix products alone: two of
-// attention, without softmax, or four of a layer.
+// layers of layers.txt. Rows bare/f32/openblas/<workload> are OpenBLAS on one thread on the matrix products alone: two
+// of attention, without softmax, or four of a layer.
 #include <benchmark/benchmark.h>
 #include <manyhead/manyhead.h>
 

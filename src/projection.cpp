@@ -59,8 +59,9 @@ struct cut {
   int64_t tasks() const noexcept { return blocks_ * groups; }
 };
 
-// The order of n groups in which threads that take them in turn find each its own stretch: CPUs fetch lines in pairs, so
-// threads that write panels beside each other take lines from each other. Two were 1.05 to 1.1 times as fast this way.
+// The order of n groups in which threads that take them in turn find each its own stretch: CPUs fetch lines in pairs,
+// so threads that write panels beside each other take lines from each other. Two were 1.05 to 1.1 times as fast this
+// way.
 int64_t spread_out(int64_t i, int64_t n, int64_t threads) {
   const int64_t thread = i % threads;
   return thread * (n / threads) + std::min(thread, n % threads) + i / threads;

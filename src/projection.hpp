@@ -45,8 +45,8 @@ constexpr int64_t row_stride(int64_t columns) noexcept {
   return ((columns + line - 1) / line | 1) * line;
 }
 
-// W [out, in] and b [out], packed into panels of `width` outputs, [in][width] each, the last one [in][as many vectors as
-// it needs]. No bias is a bias of zeros. Weights are set row by row before the first product.
+// W [out, in] and b [out], packed into panels of `width` outputs, [in][width] each, the last one [in][as many vectors
+// as it needs]. No bias is a bias of zeros. Weights are set row by row before the first product.
 template <class Real>
 class linear {
  public:
@@ -84,7 +84,8 @@ struct product {
   int64_t y_strides[2];
 };
 
-// All products of the list, on at most exec.threads threads and no more than their size is worth. No y overlaps anything.
+// All products of the list, on at most exec.threads threads and no more than their size is worth. No y overlaps
+// anything.
 template <class Real>
 void multiply(const product<Real>* products, int64_t count, const mh_exec& exec);
 
