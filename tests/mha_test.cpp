@@ -1060,8 +1060,14 @@ TEST_CASE("errors name the argument of the call") {
 TEST_CASE("outputs may not overlap anything") {
   using F = fixture<float>;
   mentions(failure_of([](F& f) { f.c.out = f.x_q.data(); }), "out overlaps x_q");
-  mentions(failure_of([](F& f) { f.c.out = f.x_k.data() + 5; }), "out overlaps x_k");
-  mentions(failure_of([](F& f) { f.c.out = f.x_v.data() - 5; }), "out overlaps x_v");
+  // With room around x, so that out meets nothing else, wherever malloc puts the arrays.
+  const auto in_the_middle = [](std::vector<float>& x, const void*& pointer) {
+    x.resize(600);
+    pointer = x.data() + 200;
+    return x.data() + 200;
+  };
+  mentions(failure_of([&](F& f) { f.c.out = in_the_middle(f.x_k, f.c.x_k) + 5; }), "out overlaps x_k");
+  mentions(failure_of([&](F& f) { f.c.out = in_the_middle(f.x_v, f.c.x_v) - 5; }), "out overlaps x_v");
   mentions(failure_of([](F& f) { f.c.mask = reinterpret_cast<const uint8_t*>(f.out.data()); }), "out overlaps mask");
   mentions(failure_of([](F& f) { f.c.bias = f.out.data(), f.c.bias_strides[3] = 1; }), "out overlaps bias");
   mentions(failure_of([](F& f) { f.c.key_mask = reinterpret_cast<const uint8_t*>(f.out.data()) + 7; }),
