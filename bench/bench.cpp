@@ -1,8 +1,9 @@
 // Times the kernels through the C interface: one row for every workload of workloads.txt, instruction set and dtype,
 // on one thread and on all. A row is called attention/<dtype>/<route>@<isa>/<workload>/threads:<n>; the part before the
 // workload is what the plan says it runs, so a row cannot bear the name of a kernel that it did not time. Before it is
-// timed, a row's result is compared with plain attention in double. Rows bare/f32/openblas/<workload> are OpenBLAS on
-// the two products of attention alone, without softmax.
+// timed, a row's result is compared with plain attention in double. Rows layer/f32/<isa>/<layer> are the multi-head
+// layers of layers.txt. Rows bare/f32/openblas/<workload> are OpenBLAS on one thread on the matrix products alone: two
+// of attention, without softmax, or four of a layer.
 #include <benchmark/benchmark.h>
 #include <manyhead/manyhead.h>
 
@@ -16,6 +17,7 @@
 #include <fstream>
 #include <iostream>
 #include <memory>
+#include <span>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -44,16 +46,36 @@ struct workload {
   }
 };
 
-std::vector<workload> read_workloads() {
-  std::ifstream file(MH_WORKLOADS_FILE);
-  std::vector<workload> all;
+struct layer_size {
+  std::string name;
+  int64_t batch, heads, tokens, width;
+  bool causal;
+
+  int64_t x_size() const { return batch * tokens * width; }
+  double flops() const {
+    const double pairs =
+        causal ? 0.5 * static_cast<double>(tokens * (tokens + 1)) : static_cast<double>(tokens * tokens);
+    return static_cast<double>(batch * width) * (8.0 * static_cast<double>(tokens * width) + 4.0 * pairs);
+  }
+  double weight_bytes() const { return 4.0 * static_cast<double>(width * width * 4); }
+};
+
+std::istream& operator>>(std::istream& in, workload& w) {
+  return in >> w.name >> w.batch >> w.heads >> w.kv_heads >> w.q_len >> w.kv_len >> w.head_dim >> w.causal;
+}
+std::istream& operator>>(std::istream& in, layer_size& l) {
+  return in >> l.name >> l.batch >> l.heads >> l.tokens >> l.width >> l.causal;
+}
+
+template <class Row>
+std::vector<Row> read_rows(const char* path) {
+  std::ifstream file(path);
+  std::vector<Row> all;
   for (std::string line; std::getline(file, line);) {
     if (line.empty() || line[0] == '#') continue;
-    workload w;
+    Row row;
     std::istringstream words(line);
-    if (words >> w.name >> w.batch >> w.heads >> w.kv_heads >> w.q_len >> w.kv_len >> w.head_dim >> w.causal) {
-      all.push_back(w);
-    }
+    if (words >> row) all.push_back(row);
   }
   return all;
 }
@@ -208,14 +230,14 @@ double check(const workload& w, const tensors& t) {
 // --- measuring -------------------------------------------------------------------------------------------------------
 
 // Runs the benchmark loop between two looks at what the machine can do now, and reports the rates and their shares.
+// `bytes` is what a call must read.
 template <class Run>
-void measure(benchmark::State& state, const workload& w, std::string_view isa, int32_t dtype, int threads, double flops,
+void measure(benchmark::State& state, double bytes, std::string_view isa, int32_t dtype, int threads, double flops,
              Run run) {
-  const double kv_bytes = 2.0 * static_cast<double>(w.kv_size()) * static_cast<double>(mh_dtype_size(dtype));
   const auto fma_now = [&] {  // half as many doubles as floats fit a vector
     return probes::fma_rate(isa, threads, probe_seconds) / (dtype == MH_DTYPE_F64 ? 2 : 1);
   };
-  const auto read_now = [&] { return probes::read_rate(static_cast<std::size_t>(kv_bytes), threads, probe_seconds); };
+  const auto read_now = [&] { return probes::read_rate(static_cast<std::size_t>(bytes), threads, probe_seconds); };
   double fma = fma_now(), read = read_now();
   const auto start = std::chrono::steady_clock::now();
   for (auto _ : state) run();
@@ -225,11 +247,16 @@ void measure(benchmark::State& state, const workload& w, std::string_view isa, i
 
   const double calls_per_second = static_cast<double>(state.iterations()) / elapsed;
   state.counters["FLOP/s"] = flops * calls_per_second;
-  state.counters["bytes/s"] = kv_bytes * calls_per_second;  // of K and V, each read once
+  state.counters["bytes/s"] = bytes * calls_per_second;
   state.counters["FMA_peak"] = fma;
   state.counters["read_peak"] = read;
   if (fma > 0) state.counters["of_FMA"] = flops * calls_per_second / fma;
-  if (read > 0) state.counters["of_read"] = kv_bytes * calls_per_second / read;
+  if (read > 0) state.counters["of_read"] = bytes * calls_per_second / read;
+}
+
+// K and V, each once.
+double kv_bytes(const workload& w, int32_t dtype) {
+  return 2.0 * static_cast<double>(w.kv_size()) * static_cast<double>(mh_dtype_size(dtype));
 }
 
 struct plan_deleter {
@@ -266,7 +293,7 @@ void run_attention(benchmark::State& state, const row& r, int threads) {
       return state.SkipWithError(("wrong result: beyond the tolerance by " + std::to_string(excess)).c_str());
     checked = key;
   }
-  measure(state, r.w, r.isa, r.dtype, threads, r.w.flops(),
+  measure(state, kv_bytes(r.w, r.dtype), r.isa, r.dtype, threads, r.w.flops(),
           [&] { benchmark::DoNotOptimize(mh_plan_run(r.plan.get(), &pointers, &exec)); });
 }
 
@@ -279,7 +306,7 @@ void run_bare_products(benchmark::State& state, const workload& w) {
   const int rows = static_cast<int>(w.q_len), keys = static_cast<int>(w.kv_len), dim = static_cast<int>(w.head_dim);
   // Causal rows compute the whole products, so all of it counts.
   const double flops = 4.0 * static_cast<double>(w.q_size()) * static_cast<double>(w.kv_len);
-  measure(state, w, probes::best_isa(), MH_DTYPE_F32, 1, flops, [&] {
+  measure(state, kv_bytes(w, MH_DTYPE_F32), probes::best_isa(), MH_DTYPE_F32, 1, flops, [&] {
     for (int64_t head = 0; head < w.batch * w.heads; ++head) {
       const int64_t kv_head = head / w.heads * w.kv_heads + head % w.heads / (w.heads / w.kv_heads);
       const float* q = floats(t.q) + head * w.q_len * w.head_dim;
@@ -290,6 +317,152 @@ void run_bare_products(benchmark::State& state, const workload& w) {
       cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, rows, dim, keys, 1, floats(scores), keys, v, dim, 0, out,
                   dim);
     }
+  });
+}
+#endif
+
+// --- layers ----------------------------------------------------------------------------------------------------------
+
+// x, the weights as torch.nn.MultiheadAttention has them, out, and what some rows of out should be.
+struct layer_arrays {
+  explicit layer_arrays(const layer_size& l)
+      : size(l),
+        x(l.x_size()),
+        w_in(3 * l.width * l.width),
+        b_in(3 * l.width),
+        w_out(l.width * l.width),
+        b_out(l.width),
+        out(l.x_size()) {
+    generator next;
+    const float scale = 1 / std::sqrt(static_cast<float>(l.width));
+    for (float& v : x.values()) v = next();
+    for (floats* array : {&w_in, &b_in, &w_out, &b_out}) {
+      for (float& v : array->values()) v = next() * scale;
+    }
+    for (const int64_t row : {int64_t{0}, l.tokens / 2, l.tokens - 1}) expected.push_back(reference(row));
+  }
+
+  struct floats {
+    explicit floats(int64_t n)
+        : memory(static_cast<std::size_t>(n) * sizeof(float)), count(static_cast<std::size_t>(n)) {}
+    float* data() const { return reinterpret_cast<float*>(const_cast<std::byte*>(memory.data())); }
+    std::span<float> values() const { return {data(), count}; }
+    probes::buffer memory;
+    std::size_t count;
+  };
+
+  // Row `i` of the last batch entry in double.
+  std::vector<double> reference(int64_t i) const {
+    const int64_t n = size.width, dim = n / size.heads, keys = size.causal ? i + 1 : size.tokens;
+    const float* entry = x.data() + (size.batch - 1) * size.tokens * n;
+    const auto project = [n](const auto* from, const float* w, const float* b) {
+      std::vector<double> to(static_cast<std::size_t>(n));
+      for (int64_t j = 0; j < n; ++j) {
+        double sum = b[j];
+        for (int64_t k = 0; k < n; ++k) sum += static_cast<double>(from[k]) * static_cast<double>(w[j * n + k]);
+        to[static_cast<std::size_t>(j)] = sum;
+      }
+      return to;
+    };
+    const std::vector<double> q = project(entry + i * n, w_in.data(), b_in.data());
+    std::vector<double> heads(static_cast<std::size_t>(n)), total(static_cast<std::size_t>(size.heads));
+    for (int64_t key = 0; key < keys; ++key) {
+      const std::vector<double> k = project(entry + key * n, w_in.data() + n * n, b_in.data() + n);
+      const std::vector<double> v = project(entry + key * n, w_in.data() + 2 * n * n, b_in.data() + 2 * n);
+      for (int64_t h = 0; h < size.heads; ++h) {
+        double score = 0;
+        for (int64_t d = 0; d < dim; ++d) {
+          score += q[static_cast<std::size_t>(h * dim + d)] * k[static_cast<std::size_t>(h * dim + d)];
+        }
+        const double weight = std::exp(score / std::sqrt(static_cast<double>(dim)));  // scores are small here
+        total[static_cast<std::size_t>(h)] += weight;
+        for (int64_t d = 0; d < dim; ++d) {
+          heads[static_cast<std::size_t>(h * dim + d)] += weight * v[static_cast<std::size_t>(h * dim + d)];
+        }
+      }
+    }
+    for (int64_t d = 0; d < n; ++d) heads[static_cast<std::size_t>(d)] /= total[static_cast<std::size_t>(d / dim)];
+    return project(heads.data(), w_out.data(), b_out.data());
+  }
+
+  bool right() const {
+    const float* entry = out.data() + (size.batch - 1) * size.tokens * size.width;
+    std::size_t sample = 0;
+    for (const int64_t row : {int64_t{0}, size.tokens / 2, size.tokens - 1}) {
+      for (int64_t d = 0; d < size.width; ++d) {
+        const double want = expected[sample][static_cast<std::size_t>(d)];
+        if (!(std::abs(static_cast<double>(entry[row * size.width + d]) - want) <= 2e-5 * (1 + std::abs(want))))
+          return false;
+      }
+      ++sample;
+    }
+    return true;
+  }
+
+  layer_size size;
+  floats x, w_in, b_in, w_out, b_out, out;
+  std::vector<std::vector<double>> expected;
+};
+
+layer_arrays& arrays_of(const layer_size& l) {
+  static std::unique_ptr<layer_arrays> kept;
+  if (!kept || kept->size.name != l.name) {
+    kept.reset();
+    kept = std::make_unique<layer_arrays>(l);
+  }
+  return *kept;
+}
+
+void run_layer(benchmark::State& state, const layer_size& l, const char* isa, int threads) {
+  layer_arrays& a = arrays_of(l);
+  mh_mha_weights weights{};
+  weights.struct_size = sizeof weights;
+  weights.embed_dim = l.width;
+  weights.heads = l.heads;
+  weights.in_proj = a.w_in.data();
+  weights.in_proj_bias = a.b_in.data();
+  weights.w_o = a.w_out.data();
+  weights.b_o = a.b_out.data();
+  mh_mha* layer = nullptr;
+  if (mh_set_isa(isa) != MH_OK || mh_mha_create(&weights, &layer) != MH_OK) return state.SkipWithError(mh_last_error());
+  const std::unique_ptr<mh_mha, void (*)(mh_mha*)> owner(layer, mh_mha_destroy);
+  mh_mha_call call{};
+  call.struct_size = sizeof call;
+  call.batch = l.batch;
+  call.q_len = call.kv_len = l.tokens;
+  call.causal = l.causal ? 1 : 0;
+  call.x_q = a.x.data();
+  call.out = a.out.data();
+  mh_exec exec{};
+  exec.struct_size = sizeof exec;
+  exec.threads = threads;
+  std::ranges::fill(a.out.values(), std::nanf(""));
+  if (mh_mha_run(layer, &call, &exec) != MH_OK) return state.SkipWithError(mh_last_error());
+  if (!a.right()) return state.SkipWithError("wrong result");
+  measure(state, l.weight_bytes(), isa, MH_DTYPE_F32, threads, l.flops(),
+          [&] { benchmark::DoNotOptimize(mh_mha_run(layer, &call, &exec)); });
+}
+
+#if MH_WITH_BLAS
+// A gemv for each of few rows: OpenBLAS packs the weights in every gemm.
+void run_bare_layer(benchmark::State& state, const layer_size& l) {
+  openblas_set_num_threads(1);
+  layer_arrays& a = arrays_of(l);
+  layer_arrays::floats projected(3 * l.x_size());
+  const int rows = static_cast<int>(l.batch * l.tokens), n = static_cast<int>(l.width);
+  const auto multiply = [rows, n](int out, const float* x, const float* w, float* y) {
+    if (rows > 4) {
+      cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, rows, out, n, 1, x, n, w, n, 0, y, out);
+    } else {
+      for (int i = 0; i < rows; ++i) {
+        cblas_sgemv(CblasRowMajor, CblasNoTrans, out, n, 1, w, n, x + i * n, 1, 0, y + i * out, 1);
+      }
+    }
+  };
+  const double flops = 8.0 * static_cast<double>(l.x_size() * l.width);
+  measure(state, l.weight_bytes(), probes::best_isa(), MH_DTYPE_F32, 1, flops, [&] {
+    multiply(3 * n, a.x.data(), a.w_in.data(), projected.data());
+    multiply(n, a.x.data(), a.w_out.data(), a.out.data());
   });
 }
 #endif
@@ -323,9 +496,10 @@ bool make_row(const workload& w, int32_t dtype, const char* isa, row& r, std::st
 int main(int argc, char** argv) {
   benchmark::Initialize(&argc, argv);
   if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;
-  const std::vector<workload> workloads = read_workloads();
-  if (workloads.empty()) {
-    std::cerr << "bench: no workloads in " << MH_WORKLOADS_FILE << "\n";
+  const std::vector<workload> workloads = read_rows<workload>(MH_WORKLOADS_FILE);
+  const std::vector<layer_size> layers = read_rows<layer_size>(MH_LAYERS_FILE);
+  if (workloads.empty() || layers.empty()) {
+    std::cerr << "bench: nothing in " << MH_WORKLOADS_FILE << " or " << MH_LAYERS_FILE << "\n";
     return 1;
   }
   std::vector<int> thread_counts = {1};
@@ -359,6 +533,22 @@ int main(int argc, char** argv) {
       }
 #endif
     }
+  }
+  const auto add = [](const std::string& name, auto run) {
+    benchmark::RegisterBenchmark(name.c_str(), run)->UseRealTime()->Unit(benchmark::kMicrosecond);
+  };
+  for (const layer_size& l : layers) {
+    for (int32_t isa = 0; isa < mh_isa_count(); ++isa) {
+      if (!mh_isa_supported(isa)) continue;
+      const char* name = mh_isa_name(isa);
+      for (int threads : thread_counts) {
+        add(std::string("layer/f32/") + name + "/" + l.name + "/threads:" + std::to_string(threads),
+            [l, name, threads](benchmark::State& s) { run_layer(s, l, name, threads); });
+      }
+    }
+#if MH_WITH_BLAS
+    add("bare/f32/openblas/" + l.name + "/threads:1", [l](benchmark::State& s) { run_bare_layer(s, l); });
+#endif
   }
   std::array<char, 4096> machine{};
   if (mh_machine_describe(machine.data(), machine.size(), nullptr) == MH_OK) {

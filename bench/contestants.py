@@ -65,18 +65,52 @@ class Workload:
         return (self.kv_bytes(dtype) if self.unit == "GB/s" else self.flops) / seconds / 1e9
 
 
+@dataclass(frozen=True)
+class Layer:
+    """A row of layers.txt. Its weights are what Workload's K and V are to decode: what a call must read."""
+
+    name: str
+    batch: int
+    heads: int
+    tokens: int
+    width: int
+    causal: bool
+
+    @property
+    def unit(self) -> str:
+        return "GB/s" if self.batch * self.tokens <= 8 else "GFLOP/s"
+
+    @property
+    def flops(self) -> int:
+        pairs = self.tokens * (self.tokens + 1) // 2 if self.causal else self.tokens**2
+        return self.batch * self.width * (8 * self.tokens * self.width + 4 * pairs)
+
+    def kv_bytes(self, dtype: str) -> int:
+        return 4 * self.width**2 * ITEM_SIZE[dtype]
+
+    def value(self, seconds: float, dtype: str) -> float:
+        return (self.kv_bytes(dtype) if self.unit == "GB/s" else self.flops) / seconds / 1e9
+
+
+Row = Workload | Layer
 ITEM_SIZE = {"f32": 4, "bf16": 2, "f16": 2}
 # Largest difference from the result in float64, absolute and relative.
 TOLERANCE = {"f32": 2e-5, "f16": 2e-3, "bf16": 1.6e-2}
 
 
-def read_workloads() -> dict[str, Workload]:
-    table = {}
-    for line in Path(__file__).with_name("workloads.txt").read_text().splitlines():
-        if line and not line.startswith("#"):
-            name, *sizes, causal = line.split(None, 8)[:8]
-            batch, heads, kv_heads, q_len, kv_len, head_dim = map(int, sizes)
-            table[name] = Workload(name, batch, heads, kv_heads, q_len, kv_len, head_dim, causal == "1")
+def read_workloads() -> dict[str, Row]:
+    table: dict[str, Row] = {}
+    for file in ("workloads.txt", "layers.txt"):
+        for line in Path(__file__).with_name(file).read_text().splitlines():
+            if not line or line.startswith("#"):
+                continue
+            name, *words = line.split()
+            if file == "layers.txt":
+                batch, heads, tokens, width, causal = map(int, words[:5])
+                table[name] = Layer(name, batch, heads, tokens, width, causal == 1)
+            else:
+                batch, heads, kv_heads, q_len, kv_len, head_dim, causal = map(int, words[:7])
+                table[name] = Workload(name, batch, heads, kv_heads, q_len, kv_len, head_dim, causal == 1)
     return table
 
 
@@ -95,9 +129,13 @@ def bf16_bits(x: np.ndarray) -> np.ndarray:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
-def make_inputs(w: Workload, dtype: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The same q, k, v in every process."""
+def make_inputs(w: Row, dtype: str) -> tuple[np.ndarray, ...]:
+    """The same q, k, v, or x and the weights of a layer, in every process."""
     rng = np.random.default_rng(zlib.crc32(w.name.encode()))
+    if isinstance(w, Layer):
+        shapes = (w.batch, w.tokens, w.width), (3 * w.width, w.width), (3 * w.width,), (w.width, w.width), (w.width,)
+        x, *weights = (rng.standard_normal(shape, dtype=np.float32) for shape in shapes)
+        return x, *(a / np.float32(math.sqrt(w.width)) for a in weights)
 
     def normal(heads: int, length: int) -> np.ndarray:
         x = rng.standard_normal((w.batch, heads, length, w.head_dim), dtype=np.float32)
@@ -108,20 +146,28 @@ def make_inputs(w: Workload, dtype: str) -> tuple[np.ndarray, np.ndarray, np.nda
     return normal(w.heads, w.q_len), normal(w.kv_heads, w.kv_len), normal(w.kv_heads, w.kv_len)
 
 
-def sample_rows(w: Workload) -> list[tuple[int, int, int]]:
-    """Output rows (batch, head, query) that are compared: the corners, and some in between."""
+def sample_rows(w: Row) -> list[tuple[int, ...]]:
+    """Output rows that are compared, (batch, head, query) or, of a layer, (batch, query): the corners, and some in
+    between."""
     rng = np.random.default_rng(1)
+    if isinstance(w, Layer):
+        return [(0, 0), (w.batch - 1, w.tokens - 1), (w.batch // 2, w.tokens // 3), (w.batch - 1, w.tokens // 2)]
     last = (w.batch - 1, w.heads - 1, w.q_len - 1)
-    rows = [(0, 0, 0), last, (0, 0, w.q_len - 1), (w.batch - 1, w.heads - 1, 0)]
+    rows: list[tuple[int, ...]] = [(0, 0, 0), last, (0, 0, w.q_len - 1), (w.batch - 1, w.heads - 1, 0)]
 
     def below(n: int) -> int:
         return int(rng.integers(n + 1))
 
-    return rows + [(below(last[0]), below(last[1]), below(last[2])) for _ in range(12)]
+    rows += [(below(last[0]), below(last[1]), below(last[2])) for _ in range(12)]
+    return rows
 
 
-def reference_rows(w: Workload, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+def reference_rows(w: Row, *inputs: np.ndarray) -> np.ndarray:
     """The sampled rows in float64."""
+    if isinstance(w, Layer):
+        exact = [a.astype(np.float64) for a in inputs]
+        return np.array([reference_layer_row(w, b, i, *exact) for b, i in sample_rows(w)])
+    q, k, v = inputs
     out = []
     for b, h, i in sample_rows(w):
         kv_head = h // (w.heads // w.kv_heads)
@@ -130,6 +176,16 @@ def reference_rows(w: Workload, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> 
         weights = np.exp(scores - scores.max())
         out.append(weights @ v[b, kv_head, :keys].astype(np.float64) / weights.sum())
     return np.array(out)
+
+
+def reference_layer_row(w: Layer, b: int, i: int, x: Any, w_in: Any, b_in: Any, w_out: Any, b_out: Any) -> np.ndarray:
+    projected = x[b] @ w_in.T + b_in
+    q, k, v = (a.reshape(w.tokens, w.heads, -1).transpose(1, 0, 2) for a in np.split(projected, 3, axis=1))
+    keys = i + 1 if w.causal else w.tokens
+    scores = np.einsum("hd,hkd->hk", q[:, i], k[:, :keys]) / math.sqrt(w.width // w.heads)
+    weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+    heads = np.einsum("hk,hkd->hd", weights / weights.sum(axis=1, keepdims=True), v[:, :keys])
+    return heads.reshape(-1) @ w_out.T + b_out
 
 
 class Contestant(ABC):
@@ -144,6 +200,17 @@ class Contestant(ABC):
 
     @abstractmethod
     def prepare(self, w: Workload, dtype: str, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Run: ...
+
+    def prepare_layer(self, w: Layer, dtype: str, x: np.ndarray, weights: dict[str, np.ndarray]) -> Run:
+        """The same for a layer; `weights` are named as those of torch.nn.MultiheadAttention."""
+        raise Unsupported("no layer of its own")
+
+    def prepare_row(self, w: Row, dtype: str) -> Run:
+        inputs = make_inputs(w, dtype)
+        if isinstance(w, Workload):
+            return self.prepare(w, dtype, *inputs)
+        names = "in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias"
+        return self.prepare_layer(w, dtype, inputs[0], dict(zip(names, inputs[1:], strict=True)))
 
     def fetch(self, result: Any) -> np.ndarray:
         return np.asarray(result, dtype=np.float32)
@@ -168,9 +235,16 @@ class Manyhead(Contestant):
         attention = self.lib.attention
         return lambda: attention(q, k, v, causal=w.causal, out=out)
 
+    def prepare_layer(self, w: Layer, dtype: str, x: np.ndarray, weights: dict[str, np.ndarray]) -> Run:
+        if dtype != "f32":
+            raise Unsupported("layers in f32 and f64 only")
+        layer = self.lib.MultiHeadAttention.from_state_dict(weights, num_heads=w.heads)
+        out = np.empty_like(x)
+        return lambda: layer(x, causal=w.causal, out=out)
+
 
 class Torch(Contestant):
-    """torch.nn.functional.scaled_dot_product_attention without autograd."""
+    """torch.nn.functional.scaled_dot_product_attention without autograd; layers: torch.nn.MultiheadAttention."""
 
     def __init__(self, threads: int) -> None:
         super().__init__(threads)
@@ -193,6 +267,29 @@ class Torch(Contestant):
         def run() -> Any:
             return sdpa(tq, tk, tv, is_causal=w.causal, enable_gqa=gqa)
 
+        return run
+
+    def prepare_layer(self, w: Layer, dtype: str, x: np.ndarray, weights: dict[str, np.ndarray]) -> Run:
+        torch = self.torch
+        if dtype != "f32":
+            raise Unsupported("layers are compared in f32")
+        layer = torch.nn.MultiheadAttention(w.width, w.heads, batch_first=True).eval()
+        layer.load_state_dict({name: torch.from_numpy(a) for name, a in weights.items()})
+        tx, mask = torch.from_numpy(x), None
+        if w.causal:
+            mask = torch.nn.Transformer.generate_square_subsequent_mask(w.tokens)
+
+        @torch.inference_mode()
+        def run() -> Any:
+            return layer(tx, tx, tx, attn_mask=mask, is_causal=w.causal, need_weights=False)[0]
+
+        # Its fast path computes all scores and then masks them; the other one skips what is masked. The faster counts.
+        seconds = {}
+        for fast in (True, False):
+            torch.backends.mha.set_fastpath_enabled(fast)
+            run()
+            seconds[fast] = time_calls(run, 0.2)["min"]
+        torch.backends.mha.set_fastpath_enabled(seconds[True] <= seconds[False])
         return run
 
     def fetch(self, result: Any) -> np.ndarray:
@@ -566,7 +663,7 @@ def serve(name: str, threads: int) -> None:
             run = None  # frees the last row's memory first
             w = workloads[command["row"]]
             try:
-                run = contestant.prepare(w, command["dtype"], *make_inputs(w, command["dtype"]))
+                run = contestant.prepare_row(w, command["dtype"])
                 out = contestant.fetch(run())
                 rows = [out[row].tolist() for row in sample_rows(w)] if contestant.is_attention else None
                 answer(rows=rows, dtype=contestant.reference_dtype or command["dtype"])

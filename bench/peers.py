@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from contestants import CONTESTANTS, ITEM_SIZE, TOLERANCE, Workload, make_inputs, read_workloads, reference_rows
+from contestants import CONTESTANTS, ITEM_SIZE, TOLERANCE, Row, Workload, make_inputs, read_workloads, reference_rows
 
 HERE = Path(__file__).resolve().parent
 OURS = "manyhead"
@@ -130,7 +130,7 @@ class Probe:
 
 
 def measure_row(
-    w: Workload, dtype: str, workers: dict[str, Worker], probe: Probe, rounds: int, seconds: float
+    w: Row, dtype: str, workers: dict[str, Worker], probe: Probe, rounds: int, seconds: float
 ) -> dict[str, Any]:
     inputs = make_inputs(w, dtype)
     expected = reference_rows(w, *inputs)
@@ -164,7 +164,8 @@ def measure_row(
         }
         for name, rows in times.items()
     }
-    if "bare products" in results:  # whole products on one thread, so causal rows compute what attention skips
+    # Whole products on one thread, so causal rows compute what attention skips.
+    if "bare products" in results and isinstance(w, Workload):
         whole = 4 * w.batch * w.heads * w.q_len * w.kv_len * w.head_dim
         results["bare products"]["value"] = whole / results["bare products"]["seconds"] / 1e9
     row = {"name": f"{dtype}/{w.name}", "unit": w.unit, "results": results, "notes": notes}
@@ -198,7 +199,7 @@ class Table:
     def __init__(self, names: list[str], markdown: bool) -> None:
         self.names, self.markdown = names, markdown
         self.heads = ["row", "unit", *names, "best peer", "ratio", "share", "FMA", "read"]
-        self.widths = [20, 7, *(max(8, len(n)) for n in names), 11, 5, 5, 5, 5]
+        self.widths = [22, 7, *(max(8, len(n)) for n in names), 11, 5, 5, 5, 5]
         self.line(self.heads)
         if markdown:
             print("|---|---|" + "---:|" * (len(self.heads) - 2))

@@ -128,12 +128,6 @@ mh_mha_weights resolve(const mh_mha_weights& user) {
   check_shape({"w_k", nullptr, 3, element, {w.kv_heads, w.head_dim, w.k_embed_dim}, {}});
   check_shape({"w_v", nullptr, 3, element, {w.kv_heads, w.v_dim, w.v_embed_dim}, {}});
   if (w.w_o != nullptr) check_shape({"w_o", nullptr, 2, element, {w.out_dim, concatenated}, {}});
-  check_product_size("embed_dim", w.embed_dim);
-  check_product_size("k_embed_dim", w.k_embed_dim);
-  check_product_size("v_embed_dim", w.v_embed_dim);
-  check_product_size("heads * head_dim", w.heads * w.head_dim);
-  check_product_size("heads * v_dim", concatenated);
-  check_product_size("out_dim", w.out_dim);
   return w;
 }
 
@@ -166,33 +160,15 @@ buffer<Real> copy_vector(const char* name, const void* data, int64_t size) {
   return copy;
 }
 
+// matrix is [heads, dim, in].
 template <class Real>
-buffer<Real> zeros(int64_t size) {
-  buffer<Real> b(size);
-  std::fill_n(b.get(), size, Real(0));
-  return b;
-}
-
-// matrix is [heads, dim, in]. Square tiles, since either side may be the contiguous one.
-template <class Real>
-linear<Real> pack_linear(const array& matrix, const char* bias_name, const void* bias) {
-  linear<Real> to;
+linear<Real> pack_linear(const kernel_table& table, const array& matrix, const char* bias_name, const void* bias) {
   const int64_t dim = matrix.dims[1];
-  to.out = matrix.dims[0] * dim;
-  to.in = matrix.dims[2];
-  to.bias = bias != nullptr ? copy_vector<Real>(bias_name, bias, to.out) : zeros<Real>(to.out);
-  to.weight = buffer<Real>(to.out * to.in);
+  linear<Real> to(table, matrix.dims[0] * dim, matrix.dims[2]);
+  if (bias != nullptr) to.set_bias(copy_vector<Real>(bias_name, bias, to.out()).get());
   const Real* from = static_cast<const Real*>(matrix.data);
-  constexpr int64_t tile = 32;
-  for (int64_t row = 0; row < to.out; row += tile) {
-    for (int64_t column = 0; column < to.in; column += tile) {
-      for (int64_t r = row; r < std::min(row + tile, to.out); ++r) {
-        const Real* line = from + r / dim * matrix.strides[0] + r % dim * matrix.strides[1];
-        for (int64_t c = column; c < std::min(column + tile, to.in); ++c) {
-          to.weight.get()[r * to.in + c] = line[c * matrix.strides[2]];
-        }
-      }
-    }
+  for (int64_t row = 0; row < to.out(); ++row) {
+    to.set_row(row, from + row / dim * matrix.strides[0] + row % dim * matrix.strides[1], matrix.strides[2]);
   }
   return to;
 }
@@ -363,7 +339,7 @@ void set_strides(int64_t* strides, const rows_view<Real>& view, int64_t dim) {
 template <class Real>
 class layer final : public mha {
  public:
-  explicit layer(const mh_mha_weights& w) : sizes_(w) {
+  explicit layer(const mh_mha_weights& w) : sizes_(w), table_(current_isa()) {
     const int64_t q_out = w.heads * w.head_dim, k_out = w.kv_heads * w.head_dim, v_out = w.kv_heads * w.v_dim;
     const void *w_q = w.w_q, *w_k = w.w_k, *w_v = w.w_v;
     if (w.in_proj != nullptr) {
@@ -385,10 +361,10 @@ class layer final : public mha {
     const array q = in_matrix(w, "w_q", w_q, w.heads, w.head_dim, w.embed_dim, w.w_q_strides);
     const array k = in_matrix(w, "w_k", w_k, w.kv_heads, w.head_dim, w.k_embed_dim, w.w_k_strides);
     const array v = in_matrix(w, "w_v", w_v, w.kv_heads, w.v_dim, w.v_embed_dim, w.w_v_strides);
-    q_ = pack_linear<Real>(q, "b_q", b_q);
-    k_ = pack_linear<Real>(k, "b_k", b_k);
-    v_ = pack_linear<Real>(v, "b_v", b_v);
-    if (w.w_o != nullptr) out_ = pack_linear<Real>(out_matrix(w), "b_o", w.b_o);
+    q_ = pack_linear<Real>(table_, q, "b_q", b_q);
+    k_ = pack_linear<Real>(table_, k, "b_k", b_k);
+    v_ = pack_linear<Real>(table_, v, "b_v", b_v);
+    if (w.w_o != nullptr) out_ = pack_linear<Real>(table_, out_matrix(w), "b_o", w.b_o);
     if (w.bias_k != nullptr) {
       bias_k_ = copy_vector<Real>("bias_k", w.bias_k, k_out);
       bias_v_ = copy_vector<Real>("bias_v", w.bias_v, v_out);
@@ -399,14 +375,14 @@ class layer final : public mha {
   void run(const mh_mha_call& c, const mh_exec& exec) const override {
     const call_arrays a = check_call(sizes_, c);
     const int64_t keys = c.kv_len + extra_keys_;
-    const bool projects = out_.out > 0;
+    const bool projects = out_.out() > 0;
 
     rows_view<Real> q, k, v, heads, x_q_copy, x_k_copy, x_v_copy, out_copy;
     scratch_layout<Real> layout;
-    layout.add(q, "the projection of x_q", c.batch, c.q_len, q_.out);
-    layout.add(k, "the projection of x_k", c.batch, keys, k_.out);
-    layout.add(v, "the projection of x_v", c.batch, keys, v_.out);
-    if (projects) layout.add(heads, "the heads' results", c.batch, c.q_len, out_.in);
+    layout.add(q, "the projection of x_q", c.batch, c.q_len, q_.out());
+    layout.add(k, "the projection of x_k", c.batch, keys, k_.out());
+    layout.add(v, "the projection of x_v", c.batch, keys, v_.out());
+    if (projects) layout.add(heads, "the heads' results", c.batch, c.q_len, out_.in());
     const bool k_is_q = same_view(a.x_k, a.x_q), v_is_k = same_view(a.x_v, a.x_k), v_is_q = same_view(a.x_v, a.x_q);
     const auto add_copy = [&layout](rows_view<Real>& copy, const array& x) {
       if (!direct(x)) layout.add(copy, x.name, x.dims[0], x.dims[1], x.dims[2]);
@@ -434,7 +410,7 @@ class layer final : public mha {
     check_tensors(p, t);
     check_overlaps(a, p, t);
     if (c.batch == 0 || c.q_len == 0) return;
-    const plan attention = make_plan(p, current_isa(), this_machine().l2_bytes);
+    const plan attention = make_plan(p, table_, this_machine().l2_bytes);
 
     const rows_view<const Real> x_q = readable(a.x_q, x_q_copy, exec);
     const rows_view<const Real> x_k = k_is_q ? x_q : readable(a.x_k, x_k_copy, exec);
@@ -491,7 +467,7 @@ class layer final : public mha {
     set_strides(p.k_strides, k, p.head_dim);
     set_strides(p.v_strides, v, p.v_dim);
     set_strides(p.out_strides, heads, p.v_dim);
-    if (out_.out == 0) {
+    if (out_.out() == 0) {
       const int64_t element = a.out.strides[2];
       const int64_t strides[4] = {a.out.strides[0], p.v_dim * element, a.out.strides[1], element};
       std::copy_n(strides, 4, p.out_strides);
@@ -513,7 +489,7 @@ class layer final : public mha {
     return p;
   }
 
-  static bool direct(const array& x) { return is_direct(x.strides, x.dims[1], x.dims[2]); }
+  static bool direct(const array& x) { return x.strides[2] == 1; }
 
   // x as products take it: where it lies, or in the copy that there is room for.
   static rows_view<const Real> readable(const array& x, const rows_view<Real>& copy, const mh_exec& exec) {
@@ -532,13 +508,14 @@ class layer final : public mha {
           Real* row = to.data + b * to.strides[0] + (c.kv_len + extra) * to.strides[1];
           learned ? std::copy_n(from, size, row) : std::fill_n(row, size, Real(0));
         };
-        write(k, bias_k_.get(), k_.out);
-        write(v, bias_v_.get(), v_.out);
+        write(k, bias_k_.get(), k_.out());
+        write(v, bias_v_.get(), v_.out());
       }
     }
   }
 
-  mh_mha_weights sizes_;  // and scale; no arrays
+  mh_mha_weights sizes_;       // and scale; no arrays
+  const kernel_table& table_;  // of when the layer was made, as for a plan: the weights are packed for it
   int64_t extra_keys_;
   linear<Real> q_, k_, v_, out_;
   buffer<Real> bias_k_, bias_v_;

@@ -1,4 +1,4 @@
-// The multi-head layer: projections -> attention -> output projection. The only file that includes CBLAS.
+// The multi-head layer: projections -> attention -> output projection.
 #pragma once
 
 #include "manyhead/manyhead.h"

@@ -2,240 +2,99 @@
 #include "projection.hpp"
 
 #include <algorithm>
-#include <climits>
-#include <cstring>
-#include <mutex>
 
-#include "check.hpp"
+#include "machine.hpp"
 #include "scheduler.hpp"
-
-#if MH_WITH_BLAS
-#include <cblas.h>
-
-extern "C" {
-// Of the OpenMP runtime, there where OpenBLAS came with it.
-int omp_get_max_threads() __attribute__((weak));
-void omp_set_num_threads(int) __attribute__((weak));
-}
-#endif
 
 namespace manyhead {
 namespace {
 
-#if MH_WITH_BLAS
-
-constexpr int64_t most_size = INT_MAX - 63;  // and rounded up to an odd number of cache lines still an int
-
-// OpenBLAS must take one thread for each of our blocks, and many blocks must be able to run at once. How that is had
-// depends on its flavour, which is known at run time only: they all have the same file name.
-//   pthread  A process-wide number, set to 1 while any layer runs and put back by the last one.
-//   OpenMP   The calling thread's number of OpenMP threads, set to 1 around each block and put back.
-//   serial   Built without locks (by Debian and Ubuntu): concurrent calls share a work buffer and return wrong numbers.
-//            Blocks run one at a time, on the calling thread.
-class blas_scope {  // around all blocks of a list
- public:
-  blas_scope() {
-    if (openblas_get_parallel() != OPENBLAS_THREAD) return;
-    const std::lock_guard<std::mutex> lock(mutex());
-    if (users_++ > 0) return;
-    threads_ = openblas_get_num_threads();
-    if (threads_ != 1) openblas_set_num_threads(1);
-  }
-  ~blas_scope() {
-    if (openblas_get_parallel() != OPENBLAS_THREAD) return;
-    const std::lock_guard<std::mutex> lock(mutex());
-    if (--users_ == 0 && threads_ != 1) openblas_set_num_threads(threads_);
-  }
-  blas_scope(const blas_scope&) = delete;
-  blas_scope& operator=(const blas_scope&) = delete;
-
-  static bool concurrent() { return openblas_get_parallel() != OPENBLAS_SEQUENTIAL; }
-  static std::mutex& mutex() {
-    static std::mutex one;
-    return one;
-  }
-
- private:
-  static inline int users_ = 0;
-  static inline int threads_ = 1;
-};
-
-class block_scope {  // around one block
- public:
-  block_scope() {
-    if (!blas_scope::concurrent()) serial_ = std::unique_lock<std::mutex>(blas_scope::mutex());
-    if (openblas_get_parallel() != OPENBLAS_OPENMP || omp_get_max_threads == nullptr) return;
-    threads_ = omp_get_max_threads();
-    omp_set_num_threads(1);
-  }
-  ~block_scope() {
-    if (threads_ > 0) omp_set_num_threads(threads_);
-  }
-  block_scope(const block_scope&) = delete;
-  block_scope& operator=(const block_scope&) = delete;
-
- private:
-  std::unique_lock<std::mutex> serial_;
-  int threads_ = 0;
-};
-
-void gemm(int rows, int out, int in, const float* x, int x_stride, const float* w, float* y, int y_stride) {
-  cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, rows, out, in, 1, x, x_stride, w, in, 1, y, y_stride);
-}
-void gemm(int rows, int out, int in, const double* x, int x_stride, const double* w, double* y, int y_stride) {
-  cblas_dgemm(CblasRowMajor, CblasNoTrans, CblasTrans, rows, out, in, 1, x, x_stride, w, in, 1, y, y_stride);
-}
-void gemv(int out, int in, const float* w, const float* x, float* y) {
-  cblas_sgemv(CblasRowMajor, CblasNoTrans, out, in, 1, w, in, x, 1, 1, y, 1);
-}
-void gemv(int out, int in, const double* w, const double* x, double* y) {
-  cblas_dgemv(CblasRowMajor, CblasNoTrans, out, in, 1, w, in, x, 1, 1, y, 1);
-}
-
-// Up to this many rows a gemv for each is faster than a gemm, which packs W in every call: 35 against 6 to 24 GFLOP/s
-// for 1 to 4 rows of 768 with the Haswell kernels, W in L2.
-constexpr int64_t few_rows = 4;
-
-// y += x W^T
-template <class Real>
-void add_block(const Real* x, int64_t x_stride, const Real* w, int64_t in, int64_t rows, int64_t out, Real* y,
-               int64_t y_stride) {
-  const block_scope one_thread;
-  const auto number = [](int64_t n) { return static_cast<int>(n); };  // fits: check_product_size, is_direct
-  if (rows > few_rows) {
-    gemm(number(rows), number(out), number(in), x, number(x_stride), w, y, number(y_stride));
-  } else {
-    for (int64_t i = 0; i < rows; ++i) gemv(number(out), number(in), w, x + i * x_stride, y + i * y_stride);
-  }
-}
-
-#else
-
-constexpr int64_t most_size = INT64_MAX;
-
-struct blas_scope {
-  blas_scope() {}  // not trivial: a variable of this type is not an unused one
-  static bool concurrent() { return true; }
-};
-
-template <class Real>
-struct pack {
-  typedef Real type __attribute__((vector_size(16)));
-  static constexpr int64_t lanes = 16 / sizeof(Real);
-};
-
-// Rows x outs dot products at once: with 4 x 2 the sums, 4 vectors of x and 2 of W fit 16 registers. Sums are added in
-// one order, whatever the place of a row in its block.
-template <int rows, int outs, class Real>
-void add_dots(const Real* x, int64_t x_stride, const Real* w, int64_t in, Real* y, int64_t y_stride) {
-  using vector = typename pack<Real>::type;
-  constexpr int64_t lanes = pack<Real>::lanes;
-  const auto load = [](const Real* p) {
-    vector v;
-    std::memcpy(&v, p, sizeof v);
-    return v;
-  };
-  vector sums[rows][outs] = {};
-  int64_t k = 0;
-  for (; k + lanes <= in; k += lanes) {
-    vector columns[outs];
-    for (int j = 0; j < outs; ++j) columns[j] = load(w + j * in + k);
-    for (int i = 0; i < rows; ++i) {
-      const vector row = load(x + i * x_stride + k);
-      for (int j = 0; j < outs; ++j) sums[i][j] += row * columns[j];
-    }
-  }
-  for (int i = 0; i < rows; ++i) {
-    for (int j = 0; j < outs; ++j) {
-      Real sum = 0;
-      for (int64_t l = 0; l < lanes; ++l) sum += sums[i][j][l];
-      for (int64_t rest = k; rest < in; ++rest) sum += x[i * x_stride + rest] * w[j * in + rest];
-      y[i * y_stride + j] += sum;
-    }
-  }
-}
-
-template <class Real>
-void add_block(const Real* x, int64_t x_stride, const Real* w, int64_t in, int64_t rows, int64_t out, Real* y,
-               int64_t y_stride) {
-  for (int64_t j = 0; j < out; j += 2) {
-    const bool pair = j + 2 <= out;
-    int64_t i = 0;
-    for (; i + 4 <= rows; i += 4) {
-      (pair ? add_dots<4, 2, Real> : add_dots<4, 1, Real>)(x + i * x_stride, x_stride, w + j * in, in,
-                                                           y + i * y_stride + j, y_stride);
-    }
-    for (; i < rows; ++i) {
-      (pair ? add_dots<1, 2, Real> : add_dots<1, 1, Real>)(x + i * x_stride, x_stride, w + j * in, in,
-                                                           y + i * y_stride + j, y_stride);
-    }
-  }
-}
-
-#endif
-
 int64_t blocks(int64_t n, int64_t size) { return (n + size - 1) / size; }
-// n in equal parts of at most `most`, but for rounding up to a multiple of `step`.
-int64_t even_part(int64_t n, int64_t most, int64_t step) { return blocks(blocks(n, blocks(n, most)), step) * step; }
+int64_t round_up(int64_t n, int64_t step) { return blocks(n, step) * step; }
 
-// How a product is cut into tasks: panels of outputs times blocks of rows. A task is at most one block of rows of one
-// batch entry, or, where entries are short, whole entries, one after another, so that they find the panel's weights in
-// cache.
+// A low guess of how long work takes, in microseconds: rates that any core of the last ten years reaches.
+double least_us(double flops, double bytes) { return flops / 40e3 + bytes / 10e3; }
+// Waking a thread costs 3 to 100 microseconds: each should find at least this much work.
+constexpr double us_of_thread = 15;
+// Shorter tasks cost more to hand out than they gain.
+constexpr double us_of_task = 20;
+// Rows of a task: few enough that their x (192 x 768 x 4 bytes) stays in L2 for all panels, enough that reading a panel
+// costs nothing. A multiple of what tiles have (product.hpp): 8 rows with AVX-512 and NEON, 6 with AVX2 and SSE2.
+constexpr int64_t most_rows = 192, row_step = 24;
+
+// Rows of batch entries that follow each other at one stride are rows of one entry.
+template <class Real>
+product<Real> flat(product<Real> p) {
+  if (p.rows == 1) {
+    p.rows = p.batch;
+    p.x_strides[1] = p.x_strides[0];
+    p.y_strides[1] = p.y_strides[0];
+    p.batch = 1;
+  } else if (p.x_strides[0] == p.rows * p.x_strides[1] && p.y_strides[0] == p.rows * p.y_strides[1]) {
+    p.rows *= p.batch;
+    p.batch = 1;
+  }
+  return p;
+}
+
+// How a product is cut into tasks: blocks of rows, counted through all batch entries, times groups of panels. Groups
+// run fastest: the rows of a block stay in cache, and all threads work on the same ones.
 struct cut {
-  int64_t panel;  // outputs of a task
-  int64_t panels;
-  int64_t block;    // rows of a task
-  int64_t blocks_;  // of an entry
-  int64_t entries;  // batch entries of a task
-  int64_t groups;   // of entries
+  int64_t block = 0, blocks_ = 0;  // rows of a task; tasks along the rows
+  int64_t group = 0, groups = 0;   // panels of a task; tasks along the outputs
+  double us = 0;                   // of it all
 
-  int64_t tasks() const noexcept { return panels * blocks_ * groups; }
+  template <class Real>
+  explicit cut(const product<Real>& p) {
+    const int64_t rows = p.batch * p.rows, panels = p.w->panels();
+    if (rows == 0) return;
+    block = round_up(blocks(rows, blocks(rows, most_rows)), rows <= most_rows ? 1 : row_step);
+    blocks_ = blocks(rows, block);
+    const double bytes = static_cast<double>(p.w->panel_bytes());
+    const double of_panel = least_us(2 * bytes / sizeof(Real) * static_cast<double>(block), bytes);
+    group = std::min(static_cast<int64_t>(us_of_task / of_panel) + 1, panels);
+    groups = blocks(panels, group);
+    us = of_panel * static_cast<double>(panels * blocks_);
+  }
+  int64_t tasks() const noexcept { return blocks_ * groups; }
 };
 
-template <class Real>
-cut cut_of(const product<Real>& p) {
-  if (p.batch == 0 || p.rows == 0) return {};
-  const int64_t out = p.w->out;
-  cut c;
-  // Few rows: as fast as W can be read, so panels stay in L2 (256 KB) for the next entry. Many rows: large enough that
-  // OpenBLAS's packing costs little (512 outputs: 5 % less than all at once), small enough to have work for many
-  // threads.
-  const int64_t in_cache = (256 << 10) / (p.w->in * static_cast<int64_t>(sizeof(Real)));
-  c.panel = even_part(out, p.rows <= 16 ? std::clamp<int64_t>(in_cache, 16, 256) : 512, 16);
-  c.panels = blocks(out, c.panel);
-  c.block = even_part(p.rows, p.rows >= 2048 ? 512 : 256, 16);
-  c.blocks_ = blocks(p.rows, c.block);
-  c.entries = std::min(p.batch, std::max<int64_t>(1, 256 / p.rows));
-  c.groups = blocks(p.batch, c.entries);
-  return c;
+// The order of n groups in which threads that take them in turn find each its own stretch: CPUs fetch lines in pairs,
+// so threads that write panels beside each other take lines from each other. Two were 1.05 to 1.1 times as fast this
+// way.
+int64_t spread_out(int64_t i, int64_t n, int64_t threads) {
+  const int64_t thread = i % threads;
+  return thread * (n / threads) + std::min(thread, n % threads) + i / threads;
 }
 
 template <class Real>
-void run_task(const product<Real>& p, const cut& c, int64_t task) {
-  const int64_t row = task % c.blocks_ * c.block;
-  task /= c.blocks_;
-  const int64_t entry = task % c.groups * c.entries;
-  const int64_t column = task / c.groups * c.panel;
-  const int64_t rows = std::min(c.block, p.rows - row);
-  const int64_t columns = std::min(c.panel, p.w->out - column);
-  const int64_t in = p.w->in;
-  for (int64_t b = entry; b < std::min(entry + c.entries, p.batch); ++b) {
-    const Real* x = p.x + b * p.x_strides[0] + row * p.x_strides[1];
-    Real* y = p.y + b * p.y_strides[0] + row * p.y_strides[1] + column;
-    // The bias first, the product added: costs no more than the zeros that gemm would write otherwise.
-    for (int64_t i = 0; i < rows; ++i) std::copy_n(p.w->bias.get() + column, columns, y + i * p.y_strides[1]);
-    add_block(x, p.x_strides[1], p.w->weight.get() + column * in, in, rows, columns, y, p.y_strides[1]);
+void run_task(const product<Real>& p, const cut& c, int64_t task, int64_t threads) {
+  const int64_t width = p.w->width();
+  const int64_t begin = task / c.groups * c.block, end = std::min(begin + c.block, p.batch * p.rows);
+  const int64_t first = spread_out(task % c.groups, c.groups, threads) * c.group,
+                last = std::min(first + c.group, p.w->panels());
+  for (int64_t panel = first; panel < last; ++panel) {
+    int64_t rows;
+    for (int64_t row = begin; row < end; row += rows) {
+      const int64_t entry = row / p.rows, i = row % p.rows;
+      rows = std::min(end - row, p.rows - i);
+      p.w->run(panel, rows, p.x + entry * p.x_strides[0] + i * p.x_strides[1], p.x_strides[1],
+               p.y + entry * p.y_strides[0] + i * p.y_strides[1] + panel * width, p.y_strides[1]);
+    }
   }
 }
 
 template <class Real>
 struct work {
   const product<Real>* products;
+  int64_t threads;
 
   static void run(void* self, int64_t task) {
-    for (const product<Real>* p = static_cast<const work*>(self)->products;; ++p) {
-      const cut c = cut_of(*p);
-      if (task < c.tasks()) return run_task(*p, c, task);
+    const work& w = *static_cast<const work*>(self);
+    for (const product<Real>* user = w.products;; ++user) {
+      const product<Real> p = flat(*user);
+      const cut c(p);
+      if (task < c.tasks()) return run_task(p, c, task, w.threads);
       task -= c.tasks();
     }
   }
@@ -243,34 +102,76 @@ struct work {
 
 }  // namespace
 
-bool is_direct(const int64_t* strides, int64_t rows, int64_t columns) noexcept {
-  return strides[2] == 1 && (rows == 1 || (strides[1] >= columns && strides[1] <= most_size));
+template <class Real>
+linear<Real>::linear(const kernel_table& table, int64_t out, int64_t in) : out_(out), in_(in) {
+  constexpr bool f64 = sizeof(Real) == 8;
+  width_ = table.linear_width[f64];
+  lanes_ = f64 ? table.lanes / 2 : table.lanes;
+  kernel_ = table.linear[f64];
+  const int64_t columns = round_up(out, lanes_);
+  int64_t size;
+  if (__builtin_mul_overflow(columns, in, &size)) throw std::bad_alloc();
+  weight_ = buffer<Real>(size);
+  bias_ = buffer<Real>(columns);
+  std::fill_n(bias_.get(), columns, Real(0));
+  // The columns that pad the last panel.
+  const int64_t last = panels() - 1, pad = padded(last), used = out - last * width_;
+  for (int64_t k = 0; k < in && used < pad; ++k) {
+    std::fill_n(weight_.get() + last * width_ * in + k * pad + used, pad - used, Real(0));
+  }
 }
 
-void check_product_size(const char* name, int64_t size) {
-  if (size > most_size) fail(MH_UNSUPPORTED, name, " is ", size, ", OpenBLAS takes at most ", most_size);
+template <class Real>
+int64_t linear<Real>::padded(int64_t panel) const noexcept {
+  return std::min(width_, round_up(out_ - panel * width_, lanes_));
+}
+
+template <class Real>
+void linear<Real>::set_row(int64_t row, const Real* from, int64_t stride) noexcept {
+  const int64_t panel = row / width_, columns = padded(panel);
+  Real* to = weight_.get() + panel * width_ * in_ + row % width_;
+  for (int64_t k = 0; k < in_; ++k) to[k * columns] = from[k * stride];
+}
+
+template <class Real>
+void linear<Real>::set_bias(const Real* from) noexcept {
+  std::copy_n(from, out_, bias_.get());
+}
+
+template <class Real>
+void linear<Real>::run(int64_t panel, int64_t rows, const Real* x, int64_t x_stride, Real* y, int64_t y_stride) const {
+  linear_args a = {};
+  a.x = x;
+  a.x_stride = x_stride;
+  a.rows = rows;
+  a.in = in_;
+  a.weights = weight_.get() + panel * width_ * in_;
+  a.bias = bias_.get() + panel * width_;
+  a.y = y;
+  a.y_stride = y_stride;
+  a.columns = std::min(width_, out_ - panel * width_);
+  kernel_(&a);
 }
 
 template <class Real>
 void multiply(const product<Real>* products, int64_t count, const mh_exec& exec) {
   int64_t tasks = 0;
-  double flops = 0, bytes = 0;
-  for (const product<Real>* p = products; p != products + count; ++p) {
-    const int64_t own = cut_of(*p).tasks();
-    if (own == 0) continue;
-    tasks += own;
-    const double weights = static_cast<double>(p->w->out) * static_cast<double>(p->w->in);
-    flops += 2 * weights * static_cast<double>(p->batch) * static_cast<double>(p->rows);
-    bytes += weights * sizeof(Real);
+  double us = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const cut c(flat(products[i]));
+    tasks += c.tasks();
+    us += c.us;
   }
-  // Less than 30 microseconds at 40 GFLOP/s and 10 GB/s: sooner done than a second thread is awake.
   mh_exec limited = exec;
-  if (flops / 40e3 + bytes / 10e3 < 30 || !blas_scope::concurrent()) limited.threads = 1;
-  const blas_scope scope;
-  work<Real> all{products};
+  limited.threads = exec.threads > 0 ? exec.threads : max_threads();
+  const double worth = std::max(1.0, us / us_of_thread);
+  if (worth < limited.threads) limited.threads = static_cast<int32_t>(worth);
+  work<Real> all{products, limited.threads};
   parallel_for(tasks, limited, work<Real>::run, &all);
 }
 
+template class linear<float>;
+template class linear<double>;
 template void multiply(const product<float>*, int64_t, const mh_exec&);
 template void multiply(const product<double>*, int64_t, const mh_exec&);
 

@@ -1,9 +1,10 @@
-// The matrix products of the multi-head layer, y = x W^T + b, on OpenBLAS where the build has it.
+// The matrix products of the multi-head layer, y = x W^T + b, with weights packed once for the kernel of one ISA
+// (src/kernels/linear.hpp). A row of y depends on its row of x alone, to the bit, so rows and outputs may be cut into
+// tasks anywhere, rows of all batch entries may share a task, and the number of threads changes nothing.
 //
-// A row's result depends on the rows of its own batch entry at most: OpenBLAS sums in another order for another number
-// of rows, and some of its kernels (Haswell, Zen) also for another place of a row in the product, so no product spans
-// two entries. The products are split into blocks by their sizes alone, and each block is one product on one thread:
-// the same bits for any number of threads.
+// Why not OpenBLAS: it packs the weights in every call, sums a row in another order for another number of rows (its
+// Haswell and Zen kernels also for another place of the row), and its flavours differ in how, or whether, several
+// threads may call it at once. docs/performance.md has the figures.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +12,8 @@
 #include <memory>
 #include <new>
 
-#include "manyhead/manyhead.h"
+#include "kernels/kernel_api.hpp"
+#include "memory.hpp"
 
 namespace manyhead {
 
@@ -20,20 +22,19 @@ template <class Real>
 class buffer {
  public:
   buffer() = default;
-  explicit buffer(int64_t size) : data_(allocate(size)) {}
+  explicit buffer(int64_t size) : data_(make(size)) {}
   Real* get() const noexcept { return data_.get(); }
 
  private:
-  static constexpr std::align_val_t line{64};
-  struct release {
-    void operator()(Real* p) const noexcept { ::operator delete(p, line); }
+  struct releaser {
+    void operator()(Real* p) const noexcept { release(p); }
   };
-  static Real* allocate(int64_t size) {
+  static Real* make(int64_t size) {
     size_t bytes;
     if (size < 0 || __builtin_mul_overflow(static_cast<size_t>(size), sizeof(Real), &bytes)) throw std::bad_alloc();
-    return static_cast<Real*>(::operator new(bytes, line));
+    return static_cast<Real*>(allocate(bytes));
   }
-  std::unique_ptr<Real, release> data_;
+  std::unique_ptr<Real, releaser> data_;
 };
 
 // Elements from row to row of a scratch matrix: whole cache lines, an odd number of them, so that the rows of a head
@@ -44,14 +45,35 @@ constexpr int64_t row_stride(int64_t columns) noexcept {
   return ((columns + line - 1) / line | 1) * line;
 }
 
-// W and b as the products read them: [out, in] and [out], contiguous. No bias is a bias of zeros.
+// W [out, in] and b [out], packed into panels of `width` outputs, [in][width] each, the last one [in][as many vectors
+// as it needs]. No bias is a bias of zeros. Weights are set row by row before the first product.
 template <class Real>
-struct linear {
-  int64_t out = 0, in = 0;
-  buffer<Real> weight, bias;
+class linear {
+ public:
+  linear() = default;
+  linear(const kernel_table& table, int64_t out, int64_t in);
+
+  int64_t out() const noexcept { return out_; }
+  int64_t in() const noexcept { return in_; }
+  int64_t width() const noexcept { return width_; }
+  int64_t panels() const noexcept { return (out_ + width_ - 1) / width_; }
+  int64_t panel_bytes() const noexcept { return width_ * in_ * static_cast<int64_t>(sizeof(Real)); }
+
+  void set_row(int64_t row, const Real* from, int64_t stride) noexcept;
+  void set_bias(const Real* from) noexcept;
+  // The outputs of one panel, for `rows` rows; y is where the panel's first output goes.
+  void run(int64_t panel, int64_t rows, const Real* x, int64_t x_stride, Real* y, int64_t y_stride) const;
+
+ private:
+  int64_t padded(int64_t panel) const noexcept;  // its columns in memory
+
+  int64_t out_ = 0, in_ = 0, width_ = 1, lanes_ = 1;
+  linear_fn kernel_ = nullptr;
+  buffer<Real> weight_, bias_;
 };
 
-// y[batch, rows, out] = x[batch, rows, in] W^T + b, with strides that is_direct() accepts. batch and rows may be 0.
+// y[batch, rows, out] = x[batch, rows, in] W^T + b. The elements of a row lie next to each other; the strides of batch
+// and rows are free. batch and rows may be 0.
 template <class Real>
 struct product {
   const linear<Real>* w;
@@ -62,17 +84,13 @@ struct product {
   int64_t y_strides[2];
 };
 
-// Whether x or y with these strides [batch, rows, elements] can be given to a product as they are.
-bool is_direct(const int64_t* strides, int64_t rows, int64_t columns) noexcept;
-
-// Fails with MH_UNSUPPORTED where one of a matrix's sizes is more than the product can count.
-void check_product_size(const char* name, int64_t size);
-
-// All products of the list, on at most exec.threads threads. x, y and b do not overlap; the y of different products
-// neither.
+// All products of the list, on at most exec.threads threads and no more than their size is worth. No y overlaps
+// anything.
 template <class Real>
 void multiply(const product<Real>* products, int64_t count, const mh_exec& exec);
 
+extern template class linear<float>;
+extern template class linear<double>;
 extern template void multiply(const product<float>*, int64_t, const mh_exec&);
 extern template void multiply(const product<double>*, int64_t, const mh_exec&);
 

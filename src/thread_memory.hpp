@@ -2,11 +2,10 @@
 // time: 20 % of a layer's run on 8 x 128 tokens.
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
-#include <new>
+
+#include "memory.hpp"
 
 namespace manyhead {
 
@@ -16,7 +15,7 @@ class thread_memory {
   thread_memory() = default;
   thread_memory(const thread_memory&) = delete;
   thread_memory& operator=(const thread_memory&) = delete;
-  ~thread_memory() { std::free(data_); }
+  ~thread_memory() { release(data_); }
 
  private:
   friend class borrowed_memory;
@@ -34,14 +33,14 @@ class borrowed_memory {
   borrowed_memory(thread_memory& kept, int64_t bytes) {
     if (bytes == 0) return;
     if (kept.busy_ || bytes > thread_memory::keep_at_most) {
-      data_ = allocate(bytes);
+      data_ = static_cast<char*>(allocate(static_cast<size_t>(bytes)));
       return;
     }
     if (bytes > kept.size_) {
-      std::free(kept.data_);
+      release(kept.data_);
       kept.data_ = nullptr;
       kept.size_ = 0;
-      kept.data_ = allocate(bytes);
+      kept.data_ = static_cast<char*>(allocate(static_cast<size_t>(bytes)));
       kept.size_ = bytes;
     }
     kept.busy_ = true;
@@ -52,7 +51,7 @@ class borrowed_memory {
     if (from_ != nullptr) {
       from_->busy_ = false;
     } else {
-      std::free(data_);
+      release(data_);
     }
   }
   borrowed_memory(const borrowed_memory&) = delete;
@@ -61,14 +60,6 @@ class borrowed_memory {
   char* get() const noexcept { return data_; }
 
  private:
-  static char* allocate(int64_t bytes) {
-    constexpr int64_t line = 64;
-    if (bytes > INT64_MAX - line) throw std::bad_alloc();
-    void* p = std::aligned_alloc(line, static_cast<size_t>((std::max<int64_t>(bytes, 1) + line - 1) / line * line));
-    if (p == nullptr) throw std::bad_alloc();
-    return static_cast<char*>(p);
-  }
-
   thread_memory* from_ = nullptr;
   char* data_ = nullptr;
 };

@@ -14,6 +14,7 @@
 #define DOCTEST_CONFIG_IMPLEMENT
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <cfloat>
 #include <cmath>
 #include <cstdio>
@@ -24,6 +25,7 @@
 
 #include "machine.hpp"
 #include "plan.hpp"
+#include "projection.hpp"
 #include "scheduler.hpp"
 #include "test_case.hpp"
 
@@ -460,6 +462,117 @@ TEST_CASE("merging follows the formula") {
         }
 }
 
+// A product of the layer, x and y in memory with room between rows and entries, against double; then the same rows in
+// other company, whose bits must not differ.
+template <class Real>
+void check_linear(const kernel_table& table, int64_t batch, int64_t rows, int64_t in, int64_t out) {
+  CAPTURE(table.isa);
+  CAPTURE(batch);
+  CAPTURE(rows);
+  CAPTURE(in);
+  CAPTURE(out);
+  random_numbers random(static_cast<uint64_t>(rows * 1000003 + in * 1009 + out));
+  const auto numbers = [&](int64_t n) {
+    std::vector<Real> v(static_cast<size_t>(n));
+    for (Real& x : v) x = static_cast<Real>(random.normal());
+    return v;
+  };
+  const std::vector<Real> matrix = numbers(in * (out + 1)), bias = numbers(out);
+  linear<Real> packed(table, out, in);
+  // Every second row of W is given with its elements apart.
+  for (int64_t j = 0; j < out; ++j) {
+    std::vector<Real> apart(static_cast<size_t>(3 * in));
+    for (int64_t k = 0; k < in; ++k) apart[static_cast<size_t>(3 * k)] = matrix[static_cast<size_t>(j * in + k)];
+    j % 2 == 0 ? packed.set_row(j, &matrix[static_cast<size_t>(j * in)], 1) : packed.set_row(j, apart.data(), 3);
+  }
+  packed.set_bias(bias.data());
+
+  const int64_t x_strides[2] = {rows * (in + 3) + 5, in + 3}, y_strides[2] = {rows * (out + 2) + 7, out + 2};
+  const std::vector<Real> x = numbers(batch * x_strides[0]);
+  const Real untouched = Real(-77);
+  const auto run = [&](int64_t from, int64_t count, int32_t threads, bool gaps) {
+    // Rows [from, from + count) of each entry. Without gaps the entries' y follow each other at one stride.
+    std::vector<Real> y(static_cast<size_t>(batch * y_strides[0]), untouched);
+    product<Real> p = {&packed,
+                       batch,
+                       count,
+                       x.data() + from * x_strides[1],
+                       {x_strides[0], x_strides[1]},
+                       y.data() + from * y_strides[1],
+                       {y_strides[0], y_strides[1]}};
+    std::vector<Real> dense;
+    if (!gaps) {
+      for (int64_t i = 0; i < batch * rows; ++i) {
+        const Real* row = x.data() + i / rows * x_strides[0] + i % rows * x_strides[1];
+        dense.insert(dense.end(), row, row + in);
+      }
+      p = {&packed, batch, rows, dense.data(), {rows * in, in}, y.data(), {rows * out, out}};
+    }
+    mh_exec exec = {};
+    exec.struct_size = sizeof exec;
+    exec.threads = threads;
+    multiply(&p, 1, exec);
+    return y;
+  };
+
+  const std::vector<Real> y = run(0, rows, 1, true);
+  const double unit = sizeof(Real) == 4 ? 1.2e-7 : 2.3e-16;
+  double worst = 0;
+  for (int64_t i = 0; i < batch * rows; ++i) {
+    const Real* from = x.data() + i / rows * x_strides[0] + i % rows * x_strides[1];
+    for (int64_t j = 0; j < out; ++j) {
+      double want = static_cast<double>(bias[static_cast<size_t>(j)]), size = std::fabs(want);
+      for (int64_t k = 0; k < in; ++k) {
+        const double term = static_cast<double>(from[k]) * static_cast<double>(matrix[static_cast<size_t>(j * in + k)]);
+        want += term;
+        size += std::fabs(term);
+      }
+      const Real got = y[static_cast<size_t>(i / rows * y_strides[0] + i % rows * y_strides[1] + j)];
+      // Errors of rounding are random: they grow with the root of the number of additions.
+      const double error = std::fabs(static_cast<double>(got) - want) /
+                           (2 * unit * size * (1 + std::sqrt(static_cast<double>(in)) / 16));
+      worst = error <= worst ? worst : error;
+    }
+  }
+  CHECK(worst <= 1);
+  size_t written = 0;
+  for (const Real value : y) written += value != untouched;
+  CHECK(written == static_cast<size_t>(batch * rows * out));
+
+  CHECK(run(0, rows, 3, true) == y);
+  const std::vector<Real> dense = run(0, rows, 2, false);
+  bool same = true;
+  for (int64_t i = 0; i < batch * rows; ++i) {
+    const Real* row = y.data() + i / rows * y_strides[0] + i % rows * y_strides[1];
+    same = same && std::memcmp(row, dense.data() + i * out, static_cast<size_t>(out) * sizeof(Real)) == 0;
+  }
+  CHECK(same);
+  for (const int64_t count : {int64_t{1}, int64_t{2}, int64_t{7}}) {
+    if (count >= rows) continue;
+    const int64_t from = rows - count;
+    const std::vector<Real> part = run(from, count, 1, true);
+    for (int64_t b = 0; b < batch; ++b) {
+      const size_t at = static_cast<size_t>(b * y_strides[0] + from * y_strides[1]);
+      CHECK(std::memcmp(&part[at], &y[at], static_cast<size_t>((count - 1) * y_strides[1] + out) * sizeof(Real)) == 0);
+    }
+  }
+}
+
+TEST_CASE("projections") {
+  struct {
+    int64_t batch, rows, in, out;
+  } constexpr shapes[] = {
+      {1, 1, 1, 1},     {2, 3, 5, 2},    {3, 7, 17, 33},    {1, 8, 128, 48}, {2, 13, 200, 50}, {1, 26, 130, 97},
+      {1, 2, 1700, 49}, {2, 5, 800, 17}, {1, 200, 40, 100}, {3, 67, 30, 24}, {1, 400, 10, 70},
+  };
+  for (const kernel_table* table : chosen.tables) {
+    for (const auto& s : shapes) {
+      check_linear<float>(*table, s.batch, s.rows, s.in, s.out);
+      check_linear<double>(*table, s.batch, s.rows, s.in, s.out);
+    }
+  }
+}
+
 TEST_CASE("a table says what it is") {
   for (const isa_row& row : isa_rows) {
     if (!row.runs()) continue;
@@ -468,6 +581,8 @@ TEST_CASE("a table says what it is") {
     CHECK(table.dtypes == 4);
     CHECK(table.panel_rows[0] % table.lanes == 0);
     CHECK(table.panel_rows[1] % (table.lanes / 2) == 0);
+    CHECK(table.linear_width[0] % table.lanes == 0);
+    CHECK(table.linear_width[1] % (table.lanes / 2) == 0);
   }
 }
 

@@ -329,7 +329,10 @@ typedef struct mh_mha_weights {
 
 typedef struct mh_mha mh_mha;
 
-/* Packs a copy of the weights; the caller's arrays are not needed afterwards. Immutable and thread-safe like a plan. */
+/* Packs a copy of the weights for the instruction set of now (mh_isa_current), which the layer then keeps, like a plan;
+ * the caller's arrays are not needed afterwards. A layer is immutable and thread-safe. What a row of x is projected to
+ * does not depend, to the bit, on the other rows of the call, on the batch, or on threads. A bad MH_ISA is reported
+ * here, as by mh_plan_create. */
 MH_API mh_status mh_mha_create(const mh_mha_weights* weights, mh_mha** mha);
 MH_API void mh_mha_destroy(mh_mha* mha);
 

@@ -108,6 +108,20 @@ struct merge_args {
 // Rows [begin, end) of the flattened [batch, heads, q_len].
 using merge_fn = void (*)(const merge_args*, int64_t begin, int64_t end);
 
+// y[rows][columns] = x W^T + b for one panel of packed weights, of the layer's projections. Strides in elements; the
+// elements of a row lie next to each other. y overlaps nothing.
+struct linear_args {
+  const void* x;
+  int64_t x_stride;
+  int64_t rows, in;
+  const void* weights;  // [in][columns rounded up to whole vectors], on a vector's boundary; what pads is finite
+  const void* bias;     // [columns rounded up]
+  void* y;
+  int64_t y_stride;
+  int64_t columns;  // 1 .. the table's linear_width
+};
+using linear_fn = void (*)(const linear_args*);
+
 enum route : int32_t { route_tile, route_decode, route_matrix, route_count };
 
 struct dtype_kernels {
@@ -124,7 +138,9 @@ struct kernel_table {
   int32_t panel_rows[2];   // rows of the widest panel: [0] for float arithmetic, [1] for double
   int32_t decode_rows[2];  // up to this many rows (group * q_len) the decode route is the faster one
   int32_t dtypes;
-  dtype_kernels dtype[4];  // by mh_dtype
+  dtype_kernels dtype[4];   // by mh_dtype
+  int32_t linear_width[2];  // outputs of a whole panel of packed weights: [0] float, [1] double
+  linear_fn linear[2];
 };
 
 }  // namespace manyhead

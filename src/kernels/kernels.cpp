@@ -7,6 +7,7 @@
 #if MH_MATRIX
 #include "matrix.hpp"
 #endif
+#include "linear.hpp"
 #include "merge.hpp"
 #include "weights.hpp"
 
@@ -48,7 +49,9 @@ constexpr kernel_table table = {MH_TEXT(MH_ISA),
 #define MH_DTYPE_ROW(enumerator, trait, real) kernels_of<trait, real>(),
 #include "instances.inc"
 #undef MH_DTYPE_ROW
-                                }};
+                                },
+                                {static_cast<int32_t>(linear_width<float>), static_cast<int32_t>(linear_width<double>)},
+                                {linear_task<float>, linear_task<double>}};
 
 #define MH_DTYPE_ROW(enumerator, trait, real) +1
 static_assert(0

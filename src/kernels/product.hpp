@@ -1,7 +1,11 @@
-// The micro-kernel of both products. With lanes over query rows, scores and outputs are the same shape of product:
+// The micro-kernel of all products. With lanes over query rows, attention's two are the same shape of product:
 //
 //   S^T[key][row] = sum over dims of K[key][dim] * Q^T[dim][row]        A = K, read by rows
 //   O^T[dim][row] = sum over keys of V[key][dim] * P^T[key][row]        A = V, read by columns
+//
+// and so are the layer's, with lanes over outputs (linear.hpp):
+//
+//   y[row][out] = sum over in of x[row][in] * W^T[in][out]               A = x, read by rows
 //
 // C[m][.] = sum_k A(m, k) * B[k][.]: A is read in place, one broadcast load an element, so neither K nor V is packed
 // and no length needs a masked load; B and C are panels, NV vectors wide.
@@ -49,6 +53,27 @@ struct by_columns {
   MH_INLINE by_columns from(int64_t m) const { return {base + m, stride}; }
 };
 
+// Where C lies: in a panel, NV vectors a row, or in rows `stride` apart, at any address.
+template <class T, int NV>
+struct to_panel {
+  T* base;
+  MH_INLINE vec<T> get(int64_t m, int64_t v) const { return vec<T>::load_aligned(base + (m * NV + v) * lanes<T>); }
+  MH_INLINE void set(int64_t m, int64_t v, vec<T> x) const { x.store_aligned(base + (m * NV + v) * lanes<T>); }
+  MH_INLINE to_panel from(int64_t m) const { return {base + m * NV * lanes<T>}; }
+};
+template <class T>
+struct to_rows {
+  T* base;
+  int64_t stride;
+  const T* added;  // what get() reads: C itself, or what the first sum is added to
+  int64_t added_stride;
+  MH_INLINE vec<T> get(int64_t m, int64_t v) const { return load(added + m * added_stride + v * lanes<T>); }
+  MH_INLINE void set(int64_t m, int64_t v, vec<T> x) const { store(base + m * stride + v * lanes<T>, x); }
+  MH_INLINE to_rows from(int64_t m) const {
+    return {base + m * stride, stride, added + m * added_stride, added_stride};
+  }
+};
+
 enum class product_mode {
   set,         // C = A B
   set_max,     // C = A B, and column_max = max(column_max, rows of C)
@@ -57,8 +82,8 @@ enum class product_mode {
                // no 0 * NaN
 };
 
-template <product_mode Mode, int M, int NV, class T, class A>
-MH_INLINE void product_tile(A a, const T* b, int64_t depth, T* c, T* column_max) {
+template <product_mode Mode, int M, int NV, class T, class A, class C>
+MH_INLINE void product_tile(A a, const T* b, int64_t depth, C c, T* column_max) {
   using B = vec<T>;
   constexpr int64_t w = lanes<T>;
   constexpr int64_t width = NV * w;
@@ -68,6 +93,8 @@ MH_INLINE void product_tile(A a, const T* b, int64_t depth, T* c, T* column_max)
 #pragma GCC unroll 4
     for (int v = 0; v < NV; ++v) acc[m][v] = B(T(0));
   }
+  // Two steps a turn: the counting of a turn takes slots that the multiply-adds could have.
+#pragma GCC unroll 2
   for (int64_t k = 0; k < depth; ++k) {
     B bk[NV];
 #pragma GCC unroll 4
@@ -93,36 +120,34 @@ MH_INLINE void product_tile(A a, const T* b, int64_t depth, T* c, T* column_max)
     if constexpr (Mode == product_mode::set_max) top = B::load_aligned(column_max + v * w);
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
-      T* to = c + m * width + v * w;
-      if constexpr (Mode == product_mode::add || Mode == product_mode::add_signed)
-        acc[m][v] = acc[m][v] + B::load_aligned(to);
+      if constexpr (Mode == product_mode::add || Mode == product_mode::add_signed) acc[m][v] = acc[m][v] + c.get(m, v);
       if constexpr (Mode == product_mode::set_max) top = larger<T>(top, acc[m][v]);
-      acc[m][v].store_aligned(to);
+      c.set(m, v, acc[m][v]);
     }
     if constexpr (Mode == product_mode::set_max) top.store_aligned(column_max + v * w);
   }
 }
 
 // All `rows` rows of C, in tiles of M rows and then of M / 2, ... 1.
-template <product_mode Mode, int M, int NV, class T, class A>
-MH_INLINE void product_tiles(A a, const T* b, int64_t rows, int64_t depth, T* c, T* column_max, upcoming next) {
+template <product_mode Mode, int M, int NV, class T, class A, class C>
+MH_INLINE void product_tiles(A a, const T* b, int64_t rows, int64_t depth, C c, T* column_max, upcoming next) {
   int64_t m = 0;
   const int64_t share = next.rows > 0 ? next.rows / max_of(rows / M, 1) + 1 : 0;
   for (; m + M <= rows; m += M) {
     next.fetch(m / M * share, (m / M + 1) * share);
-    product_tile<Mode, M, NV>(a.from(m), b, depth, c + m * NV * lanes<T>, column_max);
+    product_tile<Mode, M, NV>(a.from(m), b, depth, c.from(m), column_max);
   }
   if constexpr (M > 1) {
     if (m < rows)
-      product_tiles<Mode, (M == 12 || M == 6 ? M / 3 * 2 : M / 2), NV>(a.from(m), b, rows - m, depth,
-                                                                       c + m * NV * lanes<T>, column_max, upcoming{});
+      product_tiles<Mode, (M == 12 || M == 6 ? M / 3 * 2 : M / 2), NV>(a.from(m), b, rows - m, depth, c.from(m),
+                                                                       column_max, upcoming{});
   }
 }
 
 template <product_mode Mode, int NV, class T, class A>
 __attribute__((noinline)) void product(A a, const T* b, int64_t rows, int64_t depth, T* c, T* column_max,
                                        upcoming next = {}) {
-  product_tiles<Mode, tile_rows<NV>, NV>(a, b, rows, depth, c, column_max, next);
+  product_tiles<Mode, tile_rows<NV>, NV>(a, b, rows, depth, to_panel<T, NV>{c}, column_max, next);
 }
 
 }  // namespace
