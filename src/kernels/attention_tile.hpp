@@ -54,7 +54,8 @@ struct tile_task {
     const softmax_rows<T, NV> rows{x.row_max, x.row_sum, x.out, c.v_dim};
     const T exp_scale = static_cast<T>(c.exp_scale);
     rows.raise(scratch.tile_max, exp_scale, x.started);
-    rows.weigh_tile(scratch.scores, t.keys(), exp_scale, careful, static_cast<T>(::exp2(-careful_shift(c.kv_len))));
+    const T careful_factor = careful ? static_cast<T>(::exp2(-careful_shift(c.kv_len))) : T(1);
+    rows.weigh_tile(scratch.scores, t.keys(), exp_scale, careful, careful_factor);
     const by_columns<T> values{v, v_stride};
     if (careful) {
       product<product_mode::add_signed, NV>(values, scratch.scores, c.v_dim, t.keys(), x.out, scratch.tile_max,
