@@ -22,6 +22,7 @@ namespace manyhead {
 namespace {
 
 constexpr int64_t tile_keys = 64;
+constexpr int64_t few_keys = 24;
 constexpr int64_t split_rows = 128;  // at most this many rows per kv head and batch entry: split long keys
 constexpr int64_t split_keys = 8 * tile_keys;
 
@@ -151,7 +152,9 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes) {
       (p.outputs & (MH_OUTPUT_WEIGHTS | MH_OUTPUT_MEAN_WEIGHTS | MH_OUTPUT_COLUMN_SUMS | MH_OUTPUT_SCORES)) != 0;
   // The second pass subtracts the first one's maxima from scores that it computes again: both must sum them in the same
   // order, which the decode route does not.
-  plan.kernel = rows <= table.decode_rows[f64] && !plan.second_pass ? route_decode : route_tile;
+  // With more than half a vector of rows a panel of them is as good for few keys: 10 rows x 10 keys 4.7 and 5.1 us.
+  const int64_t decode_rows = p.kv_len >= few_keys ? table.decode_rows[f64] : lanes / 2;
+  plan.kernel = rows <= decode_rows && !plan.second_pass ? route_decode : route_tile;
   plan.block_kv = tile_keys;
   plan.copy_kv = needs_copy(p, plan.kernel, lanes);
 
