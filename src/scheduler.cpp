@@ -108,14 +108,17 @@ int64_t usable_threads(const mh_exec& exec) {
 #endif
 }
 
-// item(worker, index) for each index of 0..items-1 on at most `threads` workers, which take `step` neighbours at a time.
+// item(worker, index, next) for each index of 0..items-1 on at most `threads` workers. A worker takes `step` neighbours at
+// a time, or with in_runs more, fewer towards the end (half of an equal share of what is left). next: the index that this
+// worker does next, -1 where it does not know.
 template <class Item>
-void for_each(int64_t items, int64_t threads, const mh_exec& exec, const Item& item, int64_t step = 1) {
+void for_each(int64_t items, int64_t threads, const mh_exec& exec, const Item& item, int64_t step = 1,
+              bool in_runs = false) {
   struct shared {
     const Item* item;
-    int64_t items, step;
+    int64_t items, step, divisor;
     std::atomic<int64_t> next;
-  } state{&item, items, step, {}};
+  } state{&item, items, step, in_runs ? 2 * threads : items, {}};
   if (items <= 0) return;
   // What `next` orders: everything before this store happens before every item, every item before the load at the end.
   // The pool orders both as well, but neither every host's nor, to ThreadSanitizer, oneTBB's can be seen to.
@@ -125,8 +128,15 @@ void for_each(int64_t items, int64_t threads, const mh_exec& exec, const Item& i
       [](void* arg, int64_t worker) {
         const default_fp_state fp;
         auto* s = static_cast<shared*>(arg);
-        for (int64_t first = s->next.fetch_add(s->step); first < s->items; first = s->next.fetch_add(s->step))
-          for (int64_t i = first; i < std::min(first + s->step, s->items); ++i) (*s->item)(worker, i);
+        for (;;) {
+          int64_t begin = s->next.load(), end;
+          do {
+            end = begin + std::max<int64_t>(s->step, (s->items - begin) / s->divisor);
+          } while (begin < s->items && !s->next.compare_exchange_weak(begin, end));
+          if (begin >= s->items) return;
+          end = std::min(end, s->items);
+          for (int64_t i = begin; i < end; ++i) (*s->item)(worker, i, i + 1 < end ? i + 1 : -1);
+        }
       },
       &state);
   (void)state.next.load(std::memory_order_acquire);
@@ -189,8 +199,9 @@ void merge_chunks(const plan& plan, const kernel_call& c, int64_t threads, const
   std::copy_n(c.out_strides, 4, m.out_strides);
   std::copy_n(c.lse_strides, 3, m.lse_strides);
   m.lse_base = c.lse_base;
-  constexpr int64_t rows_at_once = 32;
-  for_each((rows + rows_at_once - 1) / rows_at_once, threads, exec, [&](int64_t, int64_t i) {
+  // About 16 KB of partial results an item: enough to be worth handing out, and few rows of many chunks still make many.
+  const int64_t rows_at_once = std::clamp<int64_t>(4096 / (c.chunks * c.v_dim), 1, 32);
+  for_each((rows + rows_at_once - 1) / rows_at_once, threads, exec, [&](int64_t, int64_t i, int64_t) {
     plan.table->dtype[plan.p.dtype].merge_real(&m, i * rows_at_once, std::min(rows, (i + 1) * rows_at_once));
   });
 }
@@ -245,19 +256,22 @@ void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec) {
     t.row_end = std::min(t.row_begin + block_q, c.rows);
   };
 
+  // Tasks of a decode step in runs: each waits for the first rows of its keys, unless the one before asked for them.
   const schedule order(plan, threads);
   for_each(
       order.tasks(), threads, exec,
-      [&](int64_t worker, int64_t i) {
+      [&](int64_t worker, int64_t i, int64_t next) {
         kernel_task t = order.at(i);
         t.scratch = slots + worker * slot_bytes;
+        const kernel_task following = next >= 0 ? order.at(next) : kernel_task{};
+        t.next = next >= 0 ? &following : nullptr;
         kernels.attention[plan.kernel](&c, &t);
       },
-      step_of(plan, order.tasks(), threads));
+      step_of(plan, order.tasks(), threads), plan.kernel == route_decode);
   if (plan.chunks > 1) merge_chunks(plan, c, threads, exec);
 
   const bool all_heads = p.has_output(MH_OUTPUT_MEAN_WEIGHTS);
-  for_each(second_pass_tasks(plan), threads, exec, [&](int64_t worker, int64_t i) {
+  for_each(second_pass_tasks(plan), threads, exec, [&](int64_t worker, int64_t i, int64_t) {
     kernel_task t{};
     t.scratch = slots + worker * slot_bytes;
     rows_of(t, i % plan.second_row_blocks, plan.second_block_q);
@@ -269,7 +283,7 @@ void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec) {
   });
 
   if (p.has_output(MH_OUTPUT_COLUMN_SUMS)) {
-    for_each(p.batch * p.heads, threads, exec, [&](int64_t, int64_t i) {
+    for_each(p.batch * p.heads, threads, exec, [&](int64_t, int64_t i, int64_t) {
       if (p.is_f64()) {
         add_columns(c, p, static_cast<double*>(tensors.column_sums), i);
       } else {
@@ -280,7 +294,7 @@ void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec) {
 }
 
 void parallel_for(int64_t n, const mh_exec& exec, void (*fn)(void* arg, int64_t index), void* arg) {
-  for_each(n, usable_threads(exec), exec, [=](int64_t, int64_t i) { fn(arg, i); });
+  for_each(n, usable_threads(exec), exec, [=](int64_t, int64_t i, int64_t) { fn(arg, i); });
 }
 
 }  // namespace manyhead

@@ -131,6 +131,41 @@ TEST_CASE_TEMPLATE("sums of vectors, in an order that does not depend on the lan
   for (int64_t i = 1; i < n; ++i) CHECK(sums[i] == sums[0]);
 }
 
+TEST_CASE_TEMPLATE("interleave mixes two vectors, deinterleave parts them again", T, float, double) {
+  constexpr int64_t n = lanes<T>;
+  aligned<T> both(2 * n);
+  for (int64_t i = 0; i < 2 * n; ++i) both[i] = static_cast<T>(i);
+  vec<T> a = load(both.get()), b = load(both.get() + n);
+  interleave<T>(a, b);
+  store<T>(both.get(), a);
+  store<T>(both.get() + n, b);
+  for (int64_t i = 0; i < 2 * n; ++i) CHECK(both[i] == static_cast<T>(i / 2 + i % 2 * n));
+  deinterleave<T>(a, b);
+  store<T>(both.get(), a);
+  store<T>(both.get() + n, b);
+  for (int64_t i = 0; i < 2 * n; ++i) CHECK(both[i] == static_cast<T>(i));
+}
+
+TEST_CASE_TEMPLATE("pairs of vectors widen in the order that the trait says", D, f32, f64, bf16, f16) {
+  using T = typename D::real;
+  constexpr int64_t n = lanes<T>;
+  // An odd address, as rows in the middle of an array have.
+  typename D::storage narrow[2 * n + 1];
+  aligned<T> wide(2 * n);
+  for (int64_t first = 0; first < 0x10000; first += 2 * n) {
+    for (int64_t i = 0; i < 2 * n; ++i) narrow[i + 1] = static_cast<typename D::storage>(first + i);
+    vec<T> a, b;
+    D::widen_pair(narrow + 1, a, b);
+    if (D::pairs_apart) interleave<T>(a, b);
+    store<T>(wide.get(), a);
+    store<T>(wide.get() + n, b);
+    for (int64_t i = 0; i < 2 * n; ++i) {
+      const T want = D::widen(narrow[i + 1]);
+      CHECK((std::isnan(want) ? std::isnan(wide[i]) : std::memcmp(&wide[i], &want, sizeof(T)) == 0));
+    }
+  }
+}
+
 TEST_CASE("half precision: every value widens exactly and comes back") {
   for (uint32_t h = 0; h < 0x10000U; ++h) {
     const auto x = static_cast<uint16_t>(h);
@@ -406,7 +441,7 @@ TEST_CASE_TEMPLATE("softmax rows", T, float, double) {
         top[i % width] = std::max(top[i % width], tile[i]);
       }
       rows.raise(top.get(), T(1), started);
-      rows.weigh_tile(tile.get(), n, T(1), false, T(1));
+      rows.weigh_tile(tile.get(), n, T(1));
       for (int64_t k = 0; k < n; ++k) {
         for (int64_t j = 0; j < width; ++j) out[j] += tile[k * width + j] * static_cast<T>(first + k);
       }

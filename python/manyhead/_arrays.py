@@ -40,12 +40,15 @@ _Choice = TypeVar("_Choice")
 
 _address = ctypes.addressof
 _from_buffer = c_char.from_buffer
+_UINT16 = np.dtype(np.uint16)
 
 
 def address(array: np.ndarray) -> int:
     """Where the first element lies. The buffer protocol is three times cheaper than __array_interface__."""
     if array.flags.carray:  # contiguous and writable, which from_buffer insists on
         try:
+            if array.dtype.kind == "V":  # bfloat16, whose own type may lack a buffer format: asking costs an exception
+                array = array.view(_UINT16)
             return _address(_from_buffer(array))  # type: ignore[arg-type]
         except (ValueError, TypeError, BufferError):  # empty, or a type without a buffer format
             pass

@@ -1,11 +1,12 @@
 // The route for few rows (a decode step: query heads of a group times a few new tokens). Bound by reading K and V: each
 // tile is read once for all rows. Lanes over dims for both products, lanes over keys for everything between:
 //
-//   S[row][key] = reduce(sum over dim vectors of K[key] * q[row])     4 rows x 4 keys at a time (16 registers: 2 x 4)
+//   S[row][key] = reduce(sum over dim vectors of K[key] * q[row])     4 rows x 4 keys at a time (16 registers: 4 x 2)
 //   O[row] += P[row][key] * V[key]                                    up to 4 rows x 4 vectors of accumulators
 //
-// 16-bit elements are widened as they are loaded. Rows of K and V must be whole vectors: other head sizes come here
-// through the copy (kernel_call.copy_kv), padded with zeros.
+// 16-bit elements are widened as they are loaded, two vectors at a time, in whatever order is cheapest: q is brought
+// into the same order first, and the result out of it at the end. Rows of K and V must be whole vectors: other head
+// sizes come here through the copy (kernel_call.copy_kv), padded with zeros.
 #pragma once
 
 #include "panel.hpp"
@@ -20,10 +21,16 @@ struct decode_task {
   using T = typename D::real;
   static constexpr int64_t w = lanes<T>;
   static constexpr int64_t keys_at_once = 32;  // rows of V that stay in L1: 16 KB of 128 floats
-  // 16 registers hold 2 x 4 accumulators, 4 vectors of V and 2 weights; 32 hold 4 x 4.
-  static constexpr int value_rows = max_panel_vectors == 3 ? 4 : 2;
-  // Dot products of a step: 4 rows x 4 keys and 4 vectors of the rows, or 2 x 4 and 2.
-  static constexpr int dots = max_panel_vectors == 3 ? 16 : 8;
+  // Rows worked on together. 8 of them convert each 16-bit element half as often, but were slower: V is then read in
+  // pieces of 64 bytes.
+  static constexpr int most_rows = 4;
+  // Register budgets. Scores: R rows x dots / R keys of accumulators, a pair of vectors of each row (R <= keys) or of each
+  // key (else), a pair or one of the other: of 32 registers 16 + 8 + 2 for 4 rows, of 16 8 + 4 + 1.
+  static constexpr bool many_registers = max_panel_vectors == 3;
+  static constexpr int dots = many_registers ? 16 : 8;
+  // Values: R rows x pairs of vectors of accumulators, the pairs, 1 weight: 16 + 4 + 1, or 8 + 2 + 1.
+  template <int R>
+  static constexpr int pairs_of = R == 4 && !many_registers ? 1 : 2;
 
   const kernel_call& c;
   const kernel_task& task;
@@ -38,8 +45,8 @@ struct decode_task {
   bits<T>* words;        // [width / word_keys + 1][rows]
   T* k_copy;
   T* v_copy;
+  T* row_sums;  // [rows][w], to be added up
   T row_max[most_decode_rows];
-  T row_sum[most_decode_rows];
 
   MH_INLINE void carve(carver& from, int64_t row_count) {
     k_dim = round_up(c.head_dim, w);
@@ -48,6 +55,7 @@ struct decode_task {
     q = from.take<T>(row_count * k_dim);
     out = from.take<T>(row_count * v_dim);
     scores = from.take<T>(row_count * width);
+    row_sums = from.take<T>(row_count * w);
     words = from.take<bits<T>>((width / word_keys + 1) * row_count);
     k_copy = from.take<T>(c.copy_kv ? c.block_kv * k_dim : 0);
     v_copy = from.take<T>(c.copy_kv ? c.block_kv * v_dim : 0);
@@ -63,20 +71,31 @@ struct decode_task {
     return from.used;
   }
 
+  // Whether rows of q and out have the order of D::widen_pair: not where tiles are copies.
+  MH_INLINE bool pairs_apart() const { return D::pairs_apart && !c.copy_kv; }
+
   MH_INLINE void start() {
     at = positions_of(c, task.batch);
     kv_head = task.kv_head_begin;
     rows = task.row_end - task.row_begin;
     carver from{static_cast<char*>(task.scratch)};
     carve(from, rows);
-    for (int64_t r = 0; r < rows; ++r) {
-      const int64_t row = task.row_begin + r;
+    row_of of(c, task.row_begin);
+    for (int64_t r = 0; r < rows; ++r, of.step(c)) {
       const auto* p = static_cast<const typename D::storage*>(c.q) + task.batch * c.q_strides[0] +
-                      (kv_head * c.group + row % c.group) * c.q_strides[1] + row / c.group * c.q_strides[2];
+                      (kv_head * c.group + of.member) * c.q_strides[1] + of.query * c.q_strides[2];
       T* to = q + r * k_dim;
       widen_row<D>(p, c.q_strides[3], c.head_dim, to);
       for (int64_t d = c.head_dim; d < k_dim; ++d) to[d] = T(0);
       for (int64_t d = 0; d < k_dim; d += w) store<T>(to + d, load(to + d) * vec<T>(static_cast<T>(c.q_scale)));
+      if (pairs_apart()) {
+        for (int64_t d = 0; d + 2 * w <= k_dim; d += 2 * w) {
+          vec<T> a = load(to + d), b = load(to + d + w);
+          deinterleave<T>(a, b);
+          store<T>(to + d, a);
+          store<T>(to + d + w, b);
+        }
+      }
     }
   }
 
@@ -87,10 +106,14 @@ struct decode_task {
     int64_t stride;
     MH_INLINE rows_at from(int64_t row, int64_t dim = 0) const { return {base + row * stride + dim, stride}; }
   };
-  MH_INLINE rows_at<D> in_place(const void* base, const int64_t* strides, int64_t begin) const {
-    return {static_cast<const typename D::storage*>(base) + task.batch * strides[0] + kv_head * strides[1] +
+  MH_INLINE rows_at<D> in_place(const void* base, const int64_t* strides, const kernel_task& of, int64_t begin) const {
+    return {static_cast<const typename D::storage*>(base) + of.batch * strides[0] + of.kv_head_begin * strides[1] +
                 begin * strides[2],
             strides[2]};
+  }
+  // The key that a task begins with.
+  MH_INLINE int64_t first_key(const positions& p, const kernel_task& of) const {
+    return max_of(range_of(c, p, of.row_begin / c.group).begin, of.chunk * c.chunk_keys);
   }
   MH_INLINE rows_at<plain<D>> copied(rows_at<D> from, int64_t keys, int64_t dim, int64_t dim_stride, int64_t padded,
                                      T* copy) {
@@ -101,10 +124,30 @@ struct decode_task {
     return {copy, padded};
   }
 
+  // Rows that are needed soon: of V while K is worked on, and of the next tile's K during the values. Each step asks for
+  // the bytes of the other that it reads itself, one line every few cycles: sixteen at once would fill the buffers that
+  // also bring lines from L2, and all would wait.
+  struct soon {
+    const char* base;
+    int64_t stride;  // bytes
+    MH_INLINE soon from(int64_t row, int64_t bytes = 0) const { return {base + row * stride + bytes, stride}; }
+  };
+  template <class E>
+  static MH_INLINE soon as_soon(rows_at<E> rows) {
+    constexpr int64_t size = sizeof(typename E::storage);
+    return {reinterpret_cast<const char*>(rows.base), rows.stride * size};
+  }
+  template <class E>
+  static MH_INLINE void ask(const char* p) {
+    // 16-bit tiles of both fit L1; wider ones would push each other out.
+    __builtin_prefetch(p, 0, sizeof(typename E::storage) == 2 ? 3 : 2);
+  }
+
   // R rows from row r against the next of `keys` keys, dots / R of them; keys behind the last are the last again.
-  template <int R, class E>
-  MH_INLINE void score_rows(int64_t r, rows_at<E> k, int64_t keys, T* s) {
+  template <int R, bool Ask, class E>
+  MH_INLINE void score_rows(int64_t r, rows_at<E> k, int64_t keys, T* s, soon next) {
     constexpr int K = dots / R;
+    constexpr int64_t size = sizeof(typename E::storage);
     const typename E::storage* key[K];
 #pragma GCC unroll 16
     for (int i = 0; i < K; ++i) key[i] = k.from(min_of(i, keys - 1)).base;
@@ -112,165 +155,212 @@ struct decode_task {
     vec<T> acc[dots];
 #pragma GCC unroll 16
     for (int i = 0; i < dots; ++i) acc[i] = vec<T>(T(0));
-    for (int64_t d = 0; d < k_dim; d += w) {
-      vec<T> x[R];
-#pragma GCC unroll 4
-      for (int n = 0; n < R; ++n) x[n] = vec<T>::load_aligned(row + n * k_dim + d);
+    int64_t d = 0;
+    for (; d + 2 * w <= k_dim; d += 2 * w) {
+#pragma GCC unroll 2
+      for (int64_t b = 0; Ask && b < 2 * w * size; b += 64) {
+        if (2 * w * size < 64 && d * size % 64 != 0) break;
+        const char* p = next.base + d * size + b;
+#pragma GCC unroll 16
+        for (int i = 0; i < K; ++i, p += next.stride) ask<E>(p);
+      }
+      if constexpr (K < R) {  // keys in registers
+        vec<T> y[K][2];
+#pragma GCC unroll 16
+        for (int i = 0; i < K; ++i) E::widen_pair(key[i] + d, y[i][0], y[i][1]);
+#pragma GCC unroll 8
+        for (int n = 0; n < R; ++n) {
+          const vec<T> x0 = vec<T>::load_aligned(row + n * k_dim + d);
+          const vec<T> x1 = vec<T>::load_aligned(row + n * k_dim + d + w);
+#pragma GCC unroll 16
+          for (int i = 0; i < K; ++i) acc[n * K + i] = xsimd::fma(y[i][1], x1, xsimd::fma(y[i][0], x0, acc[n * K + i]));
+        }
+      } else {  // rows
+        vec<T> x[R][2];
+#pragma GCC unroll 8
+        for (int n = 0; n < R; ++n) {
+          x[n][0] = vec<T>::load_aligned(row + n * k_dim + d);
+          x[n][1] = vec<T>::load_aligned(row + n * k_dim + d + w);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < K; ++i) {
+          vec<T> y0, y1;
+          E::widen_pair(key[i] + d, y0, y1);
+#pragma GCC unroll 8
+          for (int n = 0; n < R; ++n) acc[n * K + i] = xsimd::fma(y0, x[n][0], acc[n * K + i]);
+#pragma GCC unroll 8
+          for (int n = 0; n < R; ++n) acc[n * K + i] = xsimd::fma(y1, x[n][1], acc[n * K + i]);
+        }
+      }
+    }
+    if (d < k_dim) {
 #pragma GCC unroll 16
       for (int i = 0; i < K; ++i) {
         const vec<T> y = E::widen(key[i] + d);
-#pragma GCC unroll 4
-        for (int n = 0; n < R; ++n) acc[n * K + i] = xsimd::fma(y, x[n], acc[n * K + i]);
+#pragma GCC unroll 8
+        for (int n = 0; n < R; ++n)
+          acc[n * K + i] = xsimd::fma(y, vec<T>::load_aligned(row + n * k_dim + d), acc[n * K + i]);
       }
     }
     alignas(64) T sums[dots];
 #pragma GCC unroll 16
     for (int i = 0; i < dots; i += static_cast<int>(w)) sums_of<T>(acc + i).store_aligned(sums + i);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int n = 0; n < R; ++n) memcpy(s + (r + n) * width, sums + n * K, K * sizeof(T));
   }
 
-  // Rows r .. row_end against `keys` keys, R rows at a time.
-  template <int R, class E>
-  MH_INLINE void score_all(int64_t r, int64_t row_end, rows_at<E> k, int64_t keys, upcoming next) {
-    for (int64_t i = 0; i < keys; i += dots / R) {
-      for (int64_t n = r; n < row_end; n += R) {
-        next.part((n - r) / R, (row_end - r) / R).fetch(i, min_of(i + dots / R, keys));
-        score_rows<R>(n, k.from(i), keys - i, scores + i);
+  // Rows r .. rows against `keys` keys, R rows at a time as long as there are so many, then fewer.
+  template <int R, bool Ask, class E>
+  MH_INLINE void score_all(int64_t r, rows_at<E> k, int64_t keys, soon next) {
+    const int64_t row_end = r + (rows - r) / R * R;
+    if (r < row_end) {
+      for (int64_t i = 0; i < keys; i += dots / R) {
+        for (int64_t n = r; n < row_end; n += R) score_rows<R, Ask>(n, k.from(i), keys - i, scores + i, next.from(i));
       }
     }
+    if constexpr (R > 1) {
+      if (row_end < rows) score_all<R / 2, Ask>(row_end, k, keys, next);
+    }
   }
 
-  template <class E>
-  __attribute__((noinline)) void score(rows_at<E> k, int64_t keys, upcoming next) {
-    const int64_t whole = rows / value_rows * value_rows;
-    const int64_t pairs = rows / 2 * 2;
-    if (whole > 0) score_all<value_rows>(0, whole, k, keys, next);
-    if (whole < pairs) score_all<2>(whole, pairs, k, keys, whole == 0 ? next : upcoming{});
-    if (pairs < rows) score_all<1>(pairs, rows, k, keys, pairs == 0 ? next : upcoming{});
+  template <bool Ask, class E>
+  __attribute__((noinline)) void score(rows_at<E> k, int64_t keys, soon next) {
+    score_all<most_rows, Ask>(0, k, keys, next);
   }
 
-  // O[row .. row + R)[dims of N vectors] += P V for one tile.
-  template <bool Careful, int R, int N, class E>
-  MH_INLINE void add_values(rows_at<E> v, int64_t keys, const T* p, T* to, upcoming next) {
-    vec<T> acc[R][N];
-#pragma GCC unroll 4
+  // O[row .. row + R)[dims of N vectors] += P V for one tile. N: pairs, or 0 for a single vector.
+  template <bool Careful, int R, int N, bool Ask, class E>
+  MH_INLINE void add_values(rows_at<E> v, int64_t keys, const T* p, T* to, soon next) {
+    constexpr int V = N == 0 ? 1 : 2 * N;
+    constexpr int64_t bytes = V * w * static_cast<int64_t>(sizeof(typename E::storage));
+    vec<T> acc[R][V];
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) acc[r][n] = vec<T>(T(0));
+#pragma GCC unroll 8
+      for (int n = 0; n < V; ++n) acc[r][n] = vec<T>(T(0));
     }
     for (int64_t k = 0; k < keys; ++k) {
-      next.fetch(k, k + 1);
-      vec<T> x[N];
-#pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) x[n] = E::widen(v.from(k).base + n * w);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
+      for (int64_t b = 0; Ask && b < bytes; b += 64) ask<E>(next.base + k * next.stride + b);
+      vec<T> x[V];
+      if constexpr (N == 0) x[0] = E::widen(v.from(k).base);
+#pragma GCC unroll 8
+      for (int n = 0; n < N; ++n) E::widen_pair(v.from(k).base + n * 2 * w, x[2 * n], x[2 * n + 1]);
+#pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         const T weight = p[r * width + k];
         if constexpr (Careful) {
           if (__builtin_signbit(weight)) continue;  // a slot that may not be attended: no 0 * NaN
         }
-#pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) acc[r][n] = xsimd::fma(vec<T>(weight), x[n], acc[r][n]);
+#pragma GCC unroll 8
+        for (int n = 0; n < V; ++n) acc[r][n] = xsimd::fma(vec<T>(weight), x[n], acc[r][n]);
       }
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) {
+#pragma GCC unroll 8
+      for (int n = 0; n < V; ++n) {
         T* at_row = to + r * v_dim + n * w;
         (vec<T>::load_aligned(at_row) + acc[r][n]).store_aligned(at_row);
       }
     }
   }
 
-  // All dims of R rows, the part `pass` of `passes` over these keys.
-  template <bool Careful, int R, class E>
-  MH_INLINE void add_rows(int64_t r, int64_t first, rows_at<E> v, int64_t keys, upcoming next) {
+  // All dims of R rows.
+  template <bool Careful, int R, bool Ask, class E>
+  MH_INLINE void add_rows(int64_t r, int64_t first, rows_at<E> v, int64_t keys, soon next) {
+    constexpr int N = pairs_of<R>;
+    constexpr int64_t step = 2 * N * w;
+    constexpr int64_t size = sizeof(typename E::storage);
     const T* p = scores + r * width + first;
-    const int64_t passes = (rows + R - 1) / R * ((v_dim + 4 * w - 1) / (4 * w));
-    int64_t pass = r / R * ((v_dim + 4 * w - 1) / (4 * w));
+    T* const to = out + r * v_dim;
     int64_t d = 0;
-    for (; d + 4 * w <= v_dim; d += 4 * w, ++pass)
-      add_values<Careful, R, 4>(v.from(0, d), keys, p, out + r * v_dim + d, next.part(pass, passes));
-    for (; d + w <= v_dim; d += w) add_values<Careful, R, 1>(v.from(0, d), keys, p, out + r * v_dim + d, upcoming{});
+    for (; d + step <= v_dim; d += step)
+      add_values<Careful, R, N, Ask>(v.from(0, d), keys, p, to + d, next.from(0, d * size));
+    if constexpr (N > 1) {
+      for (; d + 2 * w <= v_dim; d += 2 * w)
+        add_values<Careful, R, 1, Ask>(v.from(0, d), keys, p, to + d, next.from(0, d * size));
+    }
+    if (d < v_dim) add_values<Careful, R, 0, Ask>(v.from(0, d), keys, p, to + d, next.from(0, d * size));
   }
 
-  // With more rows than one pass takes, a few keys at a time, so that their rows of V stay in L1 for the next pass.
-  template <bool Careful, class E>
-  __attribute__((noinline)) void add_all(rows_at<E> v, int64_t keys, upcoming next) {
-    const int64_t step = rows > value_rows ? keys_at_once : keys;
-    for (int64_t first = 0; first < keys; first += step) {
-      const int64_t n = min_of(step, keys - first);
-      const rows_at<E> from = v.from(first);
-      const upcoming near = next.from(first);
-      int64_t r = 0;
-      for (; r + value_rows <= rows; r += value_rows) add_rows<Careful, value_rows>(r, first, from, n, near);
-      if (value_rows == 4 && r + 2 <= rows) {
-        add_rows<Careful, 2>(r, first, from, n, r == 0 ? near : upcoming{});
-        r += 2;
-      }
-      if (r < rows) add_rows<Careful, 1>(r, first, from, n, r == 0 ? near : upcoming{});
+  template <bool Careful, int R, bool Ask, class E>
+  MH_INLINE void add_all_rows(int64_t r, int64_t first, rows_at<E> v, int64_t keys, soon next) {
+    const int64_t row_end = r + (rows - r) / R * R;
+    for (int64_t n = r; n < row_end; n += R) add_rows<Careful, R, Ask>(n, first, v, keys, next);
+    if constexpr (R > 1) {
+      if (row_end < rows) add_all_rows<Careful, R / 2, Ask>(row_end, first, v, keys, next);
     }
   }
 
-  // Takes in the scores of row r: raises its maximum, turns scores into weights.
+  // With more rows than one pass takes, a few keys at a time, so that their rows of V stay in L1 for the next pass.
+  template <bool Careful, bool Ask, class E>
+  __attribute__((noinline)) void add_all(rows_at<E> v, int64_t keys, soon next) {
+    const int64_t step = rows > most_rows ? keys_at_once : keys;
+    for (int64_t first = 0; first < keys; first += step)
+      add_all_rows<Careful, most_rows, Ask>(0, first, v.from(first), min_of(step, keys - first), next.from(first));
+  }
+
+  // Takes in the scores of row r: raises its maximum, turns scores into weights. Nothing goes across lanes but where
+  // the maximum rises: sums of lanes and maxima would be chains of ten dependent steps a row.
   template <bool Careful>
   MH_INLINE void weigh(int64_t r, int64_t padded_keys, T careful_factor) {
     T* s = scores + r * width;
     vec<T> tops(-infinity<T>);
-    for (int64_t k = 0; k < padded_keys; k += w) tops = larger<T>(tops, load(s + k));
-    const T top = xsimd::reduce_max(tops);
+    for (int64_t k = 0; k < padded_keys; k += w) tops = larger<T>(tops, vec<T>::load_aligned(s + k));
     const vec<T> scale(static_cast<T>(c.exp_scale));
-    if (top > row_max[r] + static_cast<T>(lazy_rescale / c.exp_scale)) {
-      const vec<T> factor = exp2_of<T>((vec<T>(row_max[r]) - vec<T>(top)) * scale);
+    T* const row_sum = row_sums + r * w;
+    if (xsimd::any(tops > vec<T>(row_max[r] + static_cast<T>(lazy_rescale / c.exp_scale)))) {
+      const T top = xsimd::reduce_max(tops);
+      if (row_max[r] > lowest<T>) {  // else sum and values are still 0
+        const vec<T> factor = exp2_of<T>((vec<T>(row_max[r]) - vec<T>(top)) * scale);
+        (vec<T>::load_aligned(row_sum) * factor).store_aligned(row_sum);
+        for (int64_t d = 0; d < v_dim; d += w) store<T>(out + r * v_dim + d, load(out + r * v_dim + d) * factor);
+      }
       row_max[r] = top;
-      row_sum[r] *= factor.get(0);
-      for (int64_t d = 0; d < v_dim; d += w) store<T>(out + r * v_dim + d, load(out + r * v_dim + d) * factor);
     }
     const vec<T> max_now(row_max[r]);
-    vec<T> sum(T(0));
+    vec<T> sum = vec<T>::load_aligned(row_sum);
     for (int64_t k = 0; k < padded_keys; k += w) {
-      const vec<T> score = load(s + k);
+      const vec<T> score = vec<T>::load_aligned(s + k);
       vec<T> p = exp2_of<T>((score - max_now) * scale);
       sum = sum + p;
       if constexpr (Careful)
         p = xsimd::select(score == vec<T>(-infinity<T>), vec<T>(T(-0.0)), p * vec<T>(careful_factor));
-      store<T>(s + k, p);
+      p.store_aligned(s + k);
     }
-    row_sum[r] += xsimd::reduce_add(sum);
+    sum.store_aligned(row_sum);
   }
 
   template <bool Careful>
   __attribute__((noinline)) void attend_all() {
-    const T careful_factor = static_cast<T>(::exp2(-careful_shift(c.kv_len)));
+    const T careful_factor = Careful ? static_cast<T>(::exp2(-careful_shift(c.kv_len))) : T(1);
     memset(out, 0, static_cast<size_t>(rows * v_dim) * sizeof(T));
-    for (int64_t r = 0; r < rows; ++r) {
-      row_max[r] = lowest<T>;
-      row_sum[r] = T(0);
-    }
+    memset(row_sums, 0, static_cast<size_t>(rows * w) * sizeof(T));
+    for (int64_t r = 0; r < rows; ++r) row_max[r] = lowest<T>;
     const key_range first = range_of(c, at, task.row_begin / c.group);
     const key_range last = range_of(c, at, (task.row_end - 1) / c.group);
-    int64_t begin = max_of(first.begin, task.chunk * c.chunk_keys);
+    const int64_t begin = first_key(at, task);
     int64_t end = c.extra_keys > 0 ? c.kv_len : last.end;
     if (c.chunks > 1) end = min_of(end, (task.chunk + 1) * c.chunk_keys);
     for (int64_t b = begin / c.block_kv * c.block_kv; b < end; b += c.block_kv) {
       const tile_at t{task.batch, kv_head, task.row_begin, rows, max_of(b, begin), min_of(b + c.block_kv, end)};
       const int64_t keys = t.keys();
       const int64_t padded = round_up(keys, w);
-      bool restricted = keys != padded;  // the padding must be closed
-      if (restricted || c.mask != nullptr || c.key_mask != nullptr || t.begin < last.begin || t.end > first.end) {
+      bool restricted = false;
+      if (c.mask != nullptr || c.key_mask != nullptr || t.begin < last.begin || t.end > first.end) {
         const visibility see = see_tile<T>(c, at, t.batch, kv_head, t.row, rows, rows, t.begin, t.end, words);
         if (see == visibility::none) continue;
-        restricted = restricted || see == visibility::some;
+        restricted = see == visibility::some;
       }
-      const rows_at<D> k = in_place(c.k, c.k_strides, t.begin);
-      const rows_at<D> v = in_place(c.v, c.v_strides, t.begin);
-      const upcoming values = rows_ahead<D>(c, c.v, c.v_strides, t.batch, kv_head, t.begin, keys, c.v_dim);
+      const rows_at<D> k = in_place(c.k, c.k_strides, task, t.begin);
+      const rows_at<D> v = in_place(c.v, c.v_strides, task, t.begin);
       if (c.copy_kv) {
-        score(copied(k, keys, c.head_dim, c.k_strides[3], k_dim, k_copy), keys, values);
+        score<false>(copied(k, keys, c.head_dim, c.k_strides[3], k_dim, k_copy), keys, soon{});
+      } else if (c.prefetch) {
+        score<true>(k, keys, as_soon(v));
       } else {
-        score(k, keys, values);
+        score<false>(k, keys, soon{});
       }
       if (c.softcap > 0) {
         for (int64_t r = 0; r < rows; ++r) softcap_pass<T>(c, scores + r * width, padded);
@@ -278,13 +368,19 @@ struct decode_task {
       if (c.alibi_slopes != nullptr) alibi_pass_rows<T>(c, at, t, width, scores);
       if (c.bias != nullptr) bias_pass_rows<T>(c, t, width, scores);
       if (restricted) visibility_pass_rows<T>(words, rows, padded, width, scores);
+      for (int64_t i = keys; i < padded; ++i) {
+        for (int64_t r = 0; r < rows; ++r) scores[r * width + i] = -infinity<T>;
+      }
       for (int64_t r = 0; r < rows; ++r) weigh<Careful>(r, padded, careful_factor);
-      const upcoming next_keys =
-          rows_ahead<D>(c, c.k, c.k_strides, t.batch, kv_head, t.end, min_of(c.block_kv, end - t.end), c.head_dim);
       if (c.copy_kv) {
-        add_all<Careful>(copied(v, keys, c.v_dim, c.v_strides[3], v_dim, v_copy), keys, next_keys);
+        add_all<Careful, false>(copied(v, keys, c.v_dim, c.v_strides[3], v_dim, v_copy), keys, soon{});
+      } else if (!Careful && c.prefetch && (t.end < end || task.next != nullptr)) {
+        const rows_at<D> following = t.end < end ? k.from(keys)
+                                                 : in_place(c.k, c.k_strides, *task.next,
+                                                            first_key(positions_of(c, task.next->batch), *task.next));
+        add_all<Careful, !Careful>(v, keys, as_soon(following));
       } else {
-        add_all<Careful>(v, keys, next_keys);
+        add_all<Careful, false>(v, keys, soon{});
       }
     }
   }
@@ -293,13 +389,23 @@ struct decode_task {
   bool finish(bool careful) {
     vec<T> not_finite(T(0));
     const double undo = careful ? ::exp2(careful_shift(c.kv_len)) : 1.0;
-    for (int64_t r = 0; r < rows; ++r) {
-      const int64_t row = task.row_begin + r;
-      const int64_t head = kv_head * c.group + row % c.group;
-      const row_end e = finish_row<T>(row_max[r], row_sum[r], c.exp_scale, sink_of<T>(c, head, task.chunk));
-      write_state<T>(c, task.batch, head, row / c.group, task.chunk, e);
+    row_of of(c, task.row_begin);
+    for (int64_t r = 0; r < rows; ++r, of.step(c)) {
+      const int64_t head = kv_head * c.group + of.member;
+      const row_end e = finish_row<T>(row_max[r], xsimd::reduce_add(load(row_sums + r * w)), c.exp_scale,
+                                      sink_of<T>(c, head, task.chunk));
+      write_state<T>(c, task.batch, head, of.query, task.chunk, e);
       const T factor = static_cast<T>(e.factor * undo);
-      void* const place = place_of_row<D>(c, task.batch, head, row / c.group, task.chunk);
+      if (pairs_apart()) {
+        T* const values = out + r * v_dim;
+        for (int64_t d = 0; d + 2 * w <= v_dim; d += 2 * w) {
+          vec<T> a = load(values + d), b = load(values + d + w);
+          interleave<T>(a, b);
+          store<T>(values + d, a);
+          store<T>(values + d + w, b);
+        }
+      }
+      void* const place = place_of_row<D>(c, task.batch, head, of.query, task.chunk);
       for (int64_t d = 0; d < c.v_dim; d += w) {
         const vec<T> x = load(out + r * v_dim + d) * vec<T>(factor);
         not_finite = xsimd::fma(x, vec<T>(T(0)), not_finite);

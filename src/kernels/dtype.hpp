@@ -8,11 +8,19 @@
 namespace manyhead::MH_ISA {
 namespace {
 
+// widen_pair: 2 * lanes elements at once, in the order that costs least: one vector after the other, or, with
+// pairs_apart, even and odd elements apart.
+
 struct f32 {
   using storage = float;
   using real = float;
   static MH_INLINE float widen(float x) { return x; }
   static MH_INLINE vec<float> widen(const float* p) { return load(p); }
+  static constexpr bool pairs_apart = false;
+  static MH_INLINE void widen_pair(const float* p, vec<float>& a, vec<float>& b) {
+    a = load(p);
+    b = load(p + lanes<float>);
+  }
   static MH_INLINE float narrow(float x) { return x; }
   static MH_INLINE void narrow(vec<float> x, float* p) { store(p, x); }
 };
@@ -22,6 +30,11 @@ struct f64 {
   using real = double;
   static MH_INLINE double widen(double x) { return x; }
   static MH_INLINE vec<double> widen(const double* p) { return load(p); }
+  static constexpr bool pairs_apart = false;
+  static MH_INLINE void widen_pair(const double* p, vec<double>& a, vec<double>& b) {
+    a = load(p);
+    b = load(p + lanes<double>);
+  }
   static MH_INLINE double narrow(double x) { return x; }
   static MH_INLINE void narrow(vec<double> x, double* p) { store(p, x); }
 };
@@ -80,6 +93,13 @@ struct bf16 {
     return f;
   }
   static MH_INLINE vec<float> widen(const uint16_t* p) { return xsimd::bitwise_cast<float>(load_16(p) << 16); }
+  static constexpr bool pairs_apart = true;
+  static MH_INLINE void widen_pair(const uint16_t* p, vec<float>& even, vec<float>& odd) {
+    using B = xsimd::batch<uint32_t, MH_ARCH>;
+    const B x = xsimd::bitwise_cast<uint32_t>(load(reinterpret_cast<const float*>(p)));
+    even = xsimd::bitwise_cast<float>(x << 16);
+    odd = xsimd::bitwise_cast<float>(x & B(0xffff0000U));
+  }
   static MH_INLINE uint16_t narrow(float f) {
     uint32_t u;
     memcpy(&u, &f, 4);
@@ -137,6 +157,11 @@ struct f16 {
     const B mended = xsimd::select(special, magnitude | B(0x7f800000U), scaled);
     return xsimd::bitwise_cast<float>(mended | ((x & B(0x8000U)) << 16));
 #endif
+  }
+  static constexpr bool pairs_apart = false;
+  static MH_INLINE void widen_pair(const uint16_t* p, vec<float>& a, vec<float>& b) {
+    a = widen(p);
+    b = widen(p + lanes<float>);
   }
   static MH_INLINE uint16_t narrow(float f) {
     uint32_t u;

@@ -85,6 +85,9 @@ struct kernel_task {
   int64_t chunk;      // index of the KV chunk
   int64_t row_block;  // index of [row_begin, row_end) among the blocks
   void* scratch;      // scratch_bytes(call), 64-byte aligned
+  // NULL, or what this thread does next: its first rows may be asked for. Of it only batch, kv_head_begin, row_begin
+  // and chunk are set.
+  const kernel_task* next;
 };
 
 using task_fn = void (*)(const kernel_call*, const kernel_task*);

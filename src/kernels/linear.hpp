@@ -25,12 +25,13 @@ inline constexpr int64_t linear_depth =
 template <class T, int NV>
 __attribute__((noinline)) void linear_piece(by_rows<T> x, const T* w, int64_t rows, int64_t depth, to_rows<T> y) {
   constexpr int tile = tile_rows<NV>;
-  // The next piece is asked for a little with each tile. Few rows are done before it could come, and read W as fast as
-  // the hardware looks ahead; asking in bursts costs them a third.
+  // The next piece is asked for line by line. Few rows are done before it could come, and read W as fast as the hardware
+  // looks ahead; asking in bursts costs them a third.
   constexpr int64_t bytes = NV * lanes<T> * static_cast<int64_t>(sizeof(T));
-  const int64_t next = rows >= 16 * tile ? linear_depth<T> : 0;
-  const upcoming ahead{reinterpret_cast<const char*>(w) + depth * bytes, bytes, bytes, next};
-  product_tiles<product_mode::add, tile, NV>(x, w, rows, depth, y, static_cast<T*>(nullptr), ahead);
+  line_walk next({reinterpret_cast<const char*>(w) + depth * bytes, bytes, bytes, linear_depth<T>});
+  T* const no_maximum = nullptr;
+  if (rows >= 16 * tile) return product_tiles<product_mode::add, tile, NV, true>(x, w, rows, depth, y, no_maximum, next);
+  product_tiles<product_mode::add, tile, NV, false>(x, w, rows, depth, y, no_maximum, next);
 }
 
 template <class T, int NV>

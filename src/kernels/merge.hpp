@@ -11,7 +11,7 @@ namespace {
 template <class From, class To>
 void merge_rows(const merge_args* a, int64_t begin, int64_t end) {
   using T = typename To::real;
-  constexpr int64_t block = 64;  // values of a row worked on together
+  constexpr int64_t block = 256;  // values of a row worked on together
   const double ln2 = 0.69314718055994530942;
   const double unit = a->partial_states != nullptr ? a->exp_scale : a->lses_base == MH_LSE_BASE2 ? 1.0 : 1.0 / ln2;
   for (int64_t row = begin; row < end; ++row) {

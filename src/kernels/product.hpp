@@ -82,8 +82,35 @@ enum class product_mode {
                // no 0 * NaN
 };
 
-template <product_mode Mode, int M, int NV, class T, class A, class C>
-MH_INLINE void product_tile(A a, const T* b, int64_t depth, C c, T* column_max) {
+// The lines of rows that are needed soon, asked for one at a time: a burst of them would fill the buffers that the
+// loads need which do not hit L1, and everything would wait.
+struct line_walk {
+  const char* at;
+  const char* row_end;
+  const char* end;
+  int64_t gap;  // from the end of a row to the next one
+  int64_t stride;
+
+  MH_INLINE explicit line_walk(const upcoming& x)
+      : at(x.base),
+        row_end(x.base + x.bytes),
+        end(x.stride > 0 ? x.base + x.rows * x.stride : x.base),
+        gap(x.stride - x.bytes),
+        stride(x.stride) {}
+  MH_INLINE void step() {
+    if (at >= end) return;
+    __builtin_prefetch(at, 0, 2);
+    at += 64;
+    if (at >= row_end) {
+      at = row_end + gap;
+      row_end += stride;
+    }
+  }
+};
+
+// Ahead: `next` has lines to ask for, one a step.
+template <product_mode Mode, int M, int NV, bool Ahead, class T, class A, class C>
+MH_INLINE void product_tile(A a, const T* b, int64_t depth, C c, T* column_max, line_walk& next) {
   using B = vec<T>;
   constexpr int64_t w = lanes<T>;
   constexpr int64_t width = NV * w;
@@ -96,6 +123,7 @@ MH_INLINE void product_tile(A a, const T* b, int64_t depth, C c, T* column_max) 
   // Two steps a turn: the counting of a turn takes slots that the multiply-adds could have.
 #pragma GCC unroll 2
   for (int64_t k = 0; k < depth; ++k) {
+    if constexpr (Ahead) next.step();
     B bk[NV];
 #pragma GCC unroll 4
     for (int v = 0; v < NV; ++v) bk[v] = B::load_aligned(b + k * width + v * w);
@@ -129,25 +157,24 @@ MH_INLINE void product_tile(A a, const T* b, int64_t depth, C c, T* column_max) 
 }
 
 // All `rows` rows of C, in tiles of M rows and then of M / 2, ... 1.
-template <product_mode Mode, int M, int NV, class T, class A, class C>
-MH_INLINE void product_tiles(A a, const T* b, int64_t rows, int64_t depth, C c, T* column_max, upcoming next) {
+template <product_mode Mode, int M, int NV, bool Ahead, class T, class A, class C>
+MH_INLINE void product_tiles(A a, const T* b, int64_t rows, int64_t depth, C c, T* column_max, line_walk& next) {
   int64_t m = 0;
-  const int64_t share = next.rows > 0 ? next.rows / max_of(rows / M, 1) + 1 : 0;
-  for (; m + M <= rows; m += M) {
-    next.fetch(m / M * share, (m / M + 1) * share);
-    product_tile<Mode, M, NV>(a.from(m), b, depth, c.from(m), column_max);
-  }
+  for (; m + M <= rows; m += M) product_tile<Mode, M, NV, Ahead>(a.from(m), b, depth, c.from(m), column_max, next);
   if constexpr (M > 1) {
     if (m < rows)
-      product_tiles<Mode, (M == 12 || M == 6 ? M / 3 * 2 : M / 2), NV>(a.from(m), b, rows - m, depth, c.from(m),
-                                                                       column_max, upcoming{});
+      product_tiles<Mode, (M == 12 || M == 6 ? M / 3 * 2 : M / 2), NV, Ahead>(a.from(m), b, rows - m, depth, c.from(m),
+                                                                              column_max, next);
   }
 }
 
 template <product_mode Mode, int NV, class T, class A>
 __attribute__((noinline)) void product(A a, const T* b, int64_t rows, int64_t depth, T* c, T* column_max,
                                        upcoming next = {}) {
-  product_tiles<Mode, tile_rows<NV>, NV>(a, b, rows, depth, to_panel<T, NV>{c}, column_max, next);
+  line_walk lines(next);
+  const to_panel<T, NV> to{c};
+  if (next.rows > 0) return product_tiles<Mode, tile_rows<NV>, NV, true>(a, b, rows, depth, to, column_max, lines);
+  product_tiles<Mode, tile_rows<NV>, NV, false>(a, b, rows, depth, to, column_max, lines);
 }
 
 }  // namespace

@@ -71,19 +71,6 @@ struct upcoming {
   const char* base;
   int64_t stride, bytes;  // of a row
   int64_t rows;
-
-  MH_INLINE upcoming from(int64_t row) const { return {base + row * stride, stride, bytes, max_of(rows - row, 0)}; }
-  MH_INLINE void fetch(int64_t begin, int64_t end) const {
-    end = min_of(end, rows);
-    for (int64_t row = begin; row < end; ++row) {
-      for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(base + row * stride + b, 0, 2);
-    }
-  }
-  // The share of pass i of n passes over the same rows.
-  MH_INLINE upcoming part(int64_t i, int64_t n) const {
-    const int64_t share = round_up((bytes + n - 1) / n, 64);
-    return {base + i * share, stride, min_of(share, bytes - i * share), rows};
-  }
 };
 
 // The larger of two, NaN where x is NaN: x86's instruction returns its second operand then (xsimd's max has had either
@@ -316,6 +303,47 @@ MH_INLINE vec<T> sums_of(const vec<T>* x) {
   return xsimd::haddp(x);
 }
 #endif
+
+// Lanes of two vectors one after another, a0 b0 a1 b1 ..., over both; and the reverse, even and odd lanes apart. Done
+// once a row, not once a key.
+template <class T>
+MH_INLINE void interleave(vec<T>& a, vec<T>& b) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) {
+    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512 x = _mm512_permutex2var_ps(a, low, b);
+    b = _mm512_permutex2var_ps(a, _mm512_add_epi32(low, _mm512_set1_epi32(8)), b);
+    a = x;
+    return;
+  }
+#endif
+  constexpr int64_t w = lanes<T>;
+  alignas(64) T apart[2 * w], mixed[2 * w];
+  a.store_aligned(apart);
+  b.store_aligned(apart + w);
+  for (int64_t i = 0; i < 2 * w; ++i) mixed[i] = apart[i / 2 + i % 2 * w];
+  a = vec<T>::load_aligned(mixed);
+  b = vec<T>::load_aligned(mixed + w);
+}
+template <class T>
+MH_INLINE void deinterleave(vec<T>& a, vec<T>& b) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) {
+    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const __m512 x = _mm512_permutex2var_ps(a, even, b);
+    b = _mm512_permutex2var_ps(a, _mm512_add_epi32(even, _mm512_set1_epi32(1)), b);
+    a = x;
+    return;
+  }
+#endif
+  constexpr int64_t w = lanes<T>;
+  alignas(64) T apart[2 * w], mixed[2 * w];
+  a.store_aligned(mixed);
+  b.store_aligned(mixed + w);
+  for (int64_t i = 0; i < 2 * w; ++i) apart[i / 2 + i % 2 * w] = mixed[i];
+  a = vec<T>::load_aligned(apart);
+  b = vec<T>::load_aligned(apart + w);
+}
 
 // Bit i of the result: byte i of p is not zero. n <= 32 bytes are read, every `stride` apart.
 MH_INLINE uint32_t nonzero_bytes(const uint8_t* p, int64_t stride, int64_t n) {

@@ -74,7 +74,8 @@ struct softmax_rows {
       if constexpr (Exponent == exponent::score) far[v] = zero;
       if constexpr (Exponent == exponent::less) far[v] = xsimd::select(xsimd::abs(top) < vec<T>(near<T>), zero, top);
       // Finite, so that a score of -inf stays one beside a maximum of `lowest`.
-      if constexpr (Exponent == exponent::natural) far[v] = at_least<T>(vec<T>(lowest<T>), -larger<T>(vec<T>(lowest<T>), top * vec<T>(exp_scale)));
+      if constexpr (Exponent == exponent::natural)
+        far[v] = at_least<T>(vec<T>(lowest<T>), -larger<T>(vec<T>(lowest<T>), top * vec<T>(exp_scale)));
       const vec<T> shift = Exponent == exponent::natural ? zero : xsimd::select(far[v] == zero, top, zero);
       round[v] = vec<T>(exp2_round<T>) - shift;
       least[v] = vec<T>(exp2_least<T>) + shift;
