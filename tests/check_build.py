@@ -70,6 +70,7 @@ def check_objects(nm: str, archive: str) -> list[str]:
 # Rows of a tile of the products (tile_rows in src/kernels/product.hpp) by vectors of a panel. The product of both is
 # the number of FMAs in the loop over the depth, which is a multiple of it where the compiler unrolled the loop.
 TILE_ROWS = {"avx512": {3: 8, 2: 12, 1: 16}, "avx2": {2: 6, 1: 8}}
+TILE_ROWS["amx"] = TILE_ROWS["avx512"]
 ADD_SIGNED = "3"  # the mode of the rare second try of a panel: its masks do not all fit into registers, and need not
 PRODUCT = re.compile(r"product<.*?product_mode\)(\d), (\d+), (float|double)")
 

@@ -1,6 +1,6 @@
 // The kernels' building blocks, one by one, at the width of the ISA this file is compiled for (and at the emulated
 // widths): exp2, tanh, conversions, transposition, the product micro-kernel with every tail, visibility bits, softmax
-// rows.
+// rows, the matrix unit.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
@@ -12,6 +12,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "kernels/matrix_unit.hpp"
 #include "kernels/merge.hpp"
 #include "kernels/panel.hpp"
 
@@ -58,6 +59,94 @@ double ulps(T got, double want) {
   const double unit =
       static_cast<double>(std::nextafter(near, std::numeric_limits<T>::infinity())) - static_cast<double>(near);
   return std::abs(static_cast<double>(got) - want) / unit;
+}
+
+TEST_CASE("exp2 of degree 4, several at once, each with a shift of its own") {
+  for (const float shift : {0.0F, 5.0F, -300.0F, 1000.0F}) {
+    const vec<float> round = vec<float>(exp2_round<float>) - vec<float>(shift);
+    const vec<float> least = vec<float>(exp2_least<float>) + vec<float>(shift);
+    for (float x = -130; x < 9; x += 0.0371F) {
+      vec<float> v[3] = {vec<float>(x + shift), vec<float>(shift - 1), vec<float>(-infinity<float>)};
+      const double moved = static_cast<double>(x + shift) - static_cast<double>(shift);  // what rounding left of x
+      exp2_of<float, 3, 4>(v, &round, &least, 1);
+      aligned<float> out(3 * lanes<float>);
+      for (int i = 0; i < 3; ++i) v[i].store_aligned(out.get() + i * lanes<float>);
+      if (moved > -126) CHECK(std::abs(out[0] / std::exp2(moved) - 1) < 3.2e-6);
+      if (moved < -127.5) CHECK(out[0] == 0);
+      CHECK(out[lanes<float>] == doctest::Approx(0.5).epsilon(3.2e-6));
+      CHECK(out[2 * lanes<float>] == 0);
+    }
+  }
+}
+
+// The words of a vector.
+std::vector<uint32_t> words_of(word_vec x) {
+  aligned<uint32_t> out(lanes<float>);
+  x.store_aligned(out.get());
+  return {out.get(), out.get() + lanes<float>};
+}
+
+TEST_CASE("f16 is split into two bf16 without a rest, floats into two that keep 16 bits") {
+  aligned<uint32_t> pair(lanes<float>);
+  for (uint32_t bits = 0; bits < 0x10000; ++bits) {
+    if ((bits & 0x7c00U) == 0x7c00U) continue;  // inf, NaN
+    const uint32_t other = (bits * 40503U + 7) & 0x3bffU;
+    for (int64_t i = 0; i < lanes<float>; ++i) pair[i] = bits | other << 16;
+    word_vec part[2];
+    f16::split(word_vec::load_aligned(pair.get()), part);
+    const uint32_t high = words_of(part[0])[0], low = words_of(part[1])[0];
+    const auto sum = [&](int at) {
+      return bf16::widen(static_cast<uint16_t>(high >> at)) + bf16::widen(static_cast<uint16_t>(low >> at));
+    };
+    REQUIRE(sum(0) == f16::widen(static_cast<uint16_t>(bits)));
+    REQUIRE(sum(16) == f16::widen(static_cast<uint16_t>(other)));
+  }
+  for (const float x : normal<float>(2000, 3)) {
+    word_vec high, low;
+    bf16::halves(vec<float>(x), vec<float>(-3 * x), high, low);
+    const uint32_t h = words_of(high)[0], l = words_of(low)[0];
+    CHECK(std::abs(bf16::widen(static_cast<uint16_t>(h)) + bf16::widen(static_cast<uint16_t>(l)) - x) <=
+          std::abs(x) * 0x1p-16F);
+    CHECK(std::abs(bf16::widen(static_cast<uint16_t>(h >> 16)) + bf16::widen(static_cast<uint16_t>(l >> 16)) + 3 * x) <=
+          3 * std::abs(x) * 0x1p-16F);
+  }
+}
+
+TEST_CASE("the matrix unit adds up the products of the parts") {
+  constexpr int64_t steps = 3, rows = unit_rows, stride = 48;
+  // A in [part][step][row][32], B in [part][step][16][column][2], both small integers: sums are exact.
+  std::mt19937 random(11);
+  aligned<uint16_t> a(2 * steps * rows * 32), b(2 * steps * 16 * rows * 2);
+  const auto small = [&] { return bf16::narrow(static_cast<float>(static_cast<int>(random() % 15) - 7)); };
+  for (int64_t i = 0; i < 2 * steps * rows * 32; ++i) {
+    a[i] = small();
+    b[i] = small();
+  }
+  for (const unit_terms& terms : {unit_terms{1, {1}}, unit_terms{1, {2}}, unit_terms{2, {2, 1}}, unit_terms{2, {2, 2}}}) {
+    for (const bool add : {false, true}) {
+      aligned<float> c(rows * stride, 5.0F);
+      const matrix_unit unit;
+      unit.product({a.get(), steps * rows * 32, rows * 32},
+                   {reinterpret_cast<const uint32_t*>(b.get()), steps * 16 * rows, 16 * rows}, terms, steps, c.get(),
+                   stride, add);
+      bool same = true;
+      for (int64_t m = 0; m < rows; ++m) {
+        for (int64_t n = 0; n < stride; ++n) {
+          float want = add || n >= rows ? 5.0F : 0.0F;
+          for (int i = 0; i < terms.a_parts && n < rows; ++i) {
+            for (int j = 0; j < terms.b_parts[i]; ++j) {
+              for (int64_t k = 0; k < steps * 32; ++k) {
+                want += bf16::widen(a[((i * steps + k / 32) * rows + m) * 32 + k % 32]) *
+                        bf16::widen(b[(((j * steps + k / 32) * 16 + k % 32 / 2) * rows + n) * 2 + k % 2]);
+              }
+            }
+          }
+          same = same && c[m * stride + n] == want;
+        }
+      }
+      CHECK(same);
+    }
+  }
 }
 
 TEST_CASE_TEMPLATE("exp2 is within 1.5 ulp, exact at integers, 0 far below, NaN for NaN", T, float, double) {

@@ -2,6 +2,10 @@
 //
 // Linked beside micro_test.cpp and compiled for the floor of the CPU family. The check runs before the initialisers
 // of doctest's test cases: those are compiled with the flags of the ISA and may already use its instructions.
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#endif
 #include <unistd.h>
 #include <cstdio>
 #include <cstring>
@@ -9,15 +13,24 @@
 
 namespace {
 
+#if defined(__x86_64__)
+// AMX: the CPU has tiles of bf16 (bits 24 and 22), and Linux lets this process use them.
+bool has_tiles() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 5u) == 5u && syscall(SYS_arch_prctl, 0x1023L, 18L) == 0;
+}
+#endif
+
 bool cpu_has(const char* level) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
   if (std::strcmp(level, "x86_v3") == 0) return v3;
-  if (std::strcmp(level, "x86_v4") == 0)
-    return v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512cd") &&
-           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512vl");
+  const bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512cd") &&
+                  __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                  __builtin_cpu_supports("avx512vl");
+  if (std::strcmp(level, "x86_v4") == 0) return v4;
+  if (std::strcmp(level, "x86_amx") == 0) return v4 && has_tiles();
 #endif
   for (const char* everywhere : {"x86_floor", "arm_floor", "any"})
     if (std::strcmp(level, everywhere) == 0) return true;

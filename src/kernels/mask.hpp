@@ -19,6 +19,18 @@ MH_INLINE int64_t index_at(const void* p, int32_t type, int64_t i) {
   return type == MH_INDEX_I32 ? static_cast<const int32_t*>(p)[i] : static_cast<const int64_t*>(p)[i];
 }
 
+// Row r of a kv head's rows: the query and the query head's place in its group. Stepping saves two divisions a row.
+struct row_of {
+  int64_t query, member;
+  MH_INLINE row_of(const kernel_call& c, int64_t r) : query(r / c.group), member(r - query * c.group) {}
+  MH_INLINE void step(const kernel_call& c) {
+    if (++member == c.group) {
+      member = 0;
+      ++query;
+    }
+  }
+};
+
 // What positions are made of, for one batch entry.
 struct positions {
   int64_t used;    // keys in use, without the extra keys
@@ -83,17 +95,19 @@ MH_INLINE visibility see_tile(const kernel_call& c, const positions& at, int64_t
     const uint8_t* last_mask = nullptr;
     uint32_t in_range = 0;
     uint32_t in_mask = full;
+    row_of at_lane(c, row);
     for (int64_t lane = 0; lane < width; ++lane) {
       uint32_t w = full;
       if (lane < count) {
-        const int64_t query = (row + lane) / c.group;
+        const int64_t query = at_lane.query;
         if (query != last_query) {
           const key_range r = range_of(c, at, query);
           in_range = bit_range(r.begin - first, r.end - first);
           last_query = query;
         }
+        const int64_t head = kv_head * c.group + at_lane.member;
+        at_lane.step(c);
         if (c.mask != nullptr && masked > 0) {
-          const int64_t head = kv_head * c.group + (row + lane) % c.group;
           const uint8_t* m = c.mask + batch * c.mask_strides[0] + head * c.mask_strides[1] + query * c.mask_strides[2] +
                              first * c.mask_strides[3];
           if (m != last_mask) in_mask = nonzero_bytes(m, c.mask_strides[3], masked);

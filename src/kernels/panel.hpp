@@ -79,18 +79,6 @@ MH_INLINE panel<T> carve_panel(carver& from, const kernel_call& c, bool with_out
   return p;
 }
 
-// Row r of a kv head's rows: the query and the query head's place in its group. Stepping saves two divisions a row.
-struct row_of {
-  int64_t query, member;
-  MH_INLINE row_of(const kernel_call& c, int64_t r) : query(r / c.group), member(r - query * c.group) {}
-  MH_INLINE void step(const kernel_call& c) {
-    if (++member == c.group) {
-      member = 0;
-      ++query;
-    }
-  }
-};
-
 // Q^T, times q_scale; lanes behind the last row are 0.
 template <class D>
 __attribute__((noinline)) void pack_q(const kernel_call& c, int64_t batch, int64_t kv_head,

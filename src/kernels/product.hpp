@@ -108,6 +108,13 @@ struct line_walk {
   }
 };
 
+// Emulated vectors have nothing to gain, and take minutes to compile.
+#if XSIMD_WITH_EMULATED
+inline constexpr bool asks_ahead = false;
+#else
+inline constexpr bool asks_ahead = true;
+#endif
+
 // Ahead: `next` has lines to ask for, one a step.
 template <product_mode Mode, int M, int NV, bool Ahead, class T, class A, class C>
 MH_INLINE void product_tile(A a, const T* b, int64_t depth, C c, T* column_max, line_walk& next) {
@@ -173,7 +180,8 @@ __attribute__((noinline)) void product(A a, const T* b, int64_t rows, int64_t de
                                        upcoming next = {}) {
   line_walk lines(next);
   const to_panel<T, NV> to{c};
-  if (next.rows > 0) return product_tiles<Mode, tile_rows<NV>, NV, true>(a, b, rows, depth, to, column_max, lines);
+  if (asks_ahead && next.rows > 0)
+    return product_tiles<Mode, tile_rows<NV>, NV, asks_ahead>(a, b, rows, depth, to, column_max, lines);
   product_tiles<Mode, tile_rows<NV>, NV, false>(a, b, rows, depth, to, column_max, lines);
 }
 

@@ -27,6 +27,18 @@ MH_INLINE bool has_score_passes(const kernel_call& c) {
   return c.softcap > 0 || c.alibi_slopes != nullptr || c.bias != nullptr;
 }
 
+inline constexpr int64_t most_lanes = 64;  // of a panel
+
+// fn(lane, row) for the lanes of a panel; those behind the last row get its row.
+template <class Fn>
+MH_INLINE void for_each_lane(const kernel_call& c, const tile_at& t, int64_t width, Fn fn) {
+  row_of r(c, t.row);
+  for (int64_t l = 0; l < width; ++l) {
+    fn(l, r);
+    if (l + 1 < t.count) r.step(c);
+  }
+}
+
 // Any layout: n contiguous scores, n a multiple of the lanes.
 template <class T>
 __attribute__((noinline)) void softcap_pass(const kernel_call& c, T* s, int64_t n) {
@@ -50,17 +62,15 @@ template <class T>
 __attribute__((noinline)) void alibi_pass_transposed(const kernel_call& c, const positions& at, const tile_at& t,
                                                      int64_t width, T* s) {
   const bool is_signed = c.alibi_mode == MH_ALIBI_SIGNED;
+  alignas(64) T slope[most_lanes];
+  alignas(64) T position[most_lanes];
+  for_each_lane(c, t, width, [&](int64_t l, const row_of& r) {
+    slope[l] = static_cast<const T*>(c.alibi_slopes)[t.batch * c.alibi_batch_stride + t.kv_head * c.group + r.member];
+    position[l] = static_cast<T>(r.query + at.offset - t.begin);  // relative to the tile: exact where it matters
+  });
   for (int64_t l0 = 0; l0 < width; l0 += lanes<T>) {
-    alignas(64) T slope[lanes<T>];
-    alignas(64) T position[lanes<T>];
-    for (int64_t l = 0; l < lanes<T>; ++l) {
-      const int64_t lane = min_of(l0 + l, t.count - 1);
-      slope[l] = slope_of<T>(c, t, lane);
-      position[l] =
-          static_cast<T>(t.query(c, lane) + at.offset - t.begin);  // relative to the tile: exact where it matters
-    }
-    const vec<T> slopes = load(slope);
-    const vec<T> from = load(position);
+    const vec<T> slopes = load(slope + l0);
+    const vec<T> from = load(position + l0);
     for (int64_t k = 0; k < t.keys(); ++k) {
       T* p = s + k * width + l0;
       store<T>(p, alibi_of<T>(load(p), slopes, from - vec<T>(static_cast<T>(k)), is_signed));
@@ -112,10 +122,15 @@ __attribute__((noinline)) void bias_pass_transposed(const kernel_call& c, const 
   const int64_t keys = min_of(t.keys(), c.kv_len - c.extra_keys - t.begin);
   alignas(64) T buffer[w];
   const bool one_row = c.bias_strides[2] == 0 && (c.bias_strides[1] == 0 || c.group == 1);
+  int64_t offset[most_lanes];
+  for_each_lane(c, t, width, [&](int64_t l, const row_of& r) {
+    offset[l] = t.batch * c.bias_strides[0] + (t.kv_head * c.group + r.member) * c.bias_strides[1] +
+                r.query * c.bias_strides[2];
+  });
   for (int64_t k0 = 0; k0 < keys; k0 += w) {
     const int64_t n = min_of(w, keys - k0);
     if (one_row) {
-      const T* b = bias_row<T>(c, bias_offset(c, t, 0), t.begin + k0, n, buffer);
+      const T* b = bias_row<T>(c, offset[0], t.begin + k0, n, buffer);
       for (int64_t k = 0; k < n; ++k) {
         const vec<T> value(b[k]);
         for (int64_t l = 0; l < width; l += w) {
@@ -128,7 +143,7 @@ __attribute__((noinline)) void bias_pass_transposed(const kernel_call& c, const 
     for (int64_t l0 = 0; l0 < width; l0 += w) {
       vec<T> rows[w];
       for (int64_t l = 0; l < w; ++l) {
-        const T* b = bias_row<T>(c, bias_offset(c, t, min_of(l0 + l, t.count - 1)), t.begin + k0, n, buffer);
+        const T* b = bias_row<T>(c, offset[l0 + l], t.begin + k0, n, buffer);
         if (n < w && b != buffer) {
           memcpy(buffer, b, static_cast<size_t>(n) * sizeof(T));
           b = buffer;
