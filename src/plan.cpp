@@ -166,9 +166,7 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes) {
   // rows x 10 keys 4.7 and 5.1 us. The second pass subtracts the first one's maxima from scores that it computes again:
   // both must sum them in the same order, which only the tile route does.
   const bool copies_more = needs_copy(p, route_decode, lanes) && !needs_copy(p, route_tile, lanes);
-  const int64_t decode_rows = copies_more              ? lanes / 4
-                              : p.kv_len >= few_keys ? table.decode_rows[f64]
-                                                     : lanes / 2;
+  const int64_t decode_rows = copies_more ? lanes / 4 : p.kv_len >= few_keys ? table.decode_rows[f64] : lanes / 2;
   plan.kernel = plan.second_pass                                          ? route_tile
                 : rows <= decode_rows                                     ? route_decode
                 : table.dtype[p.dtype].attention[route_matrix] != nullptr ? route_matrix

@@ -24,7 +24,7 @@ RESERVED = [
     ("oneTBB", r"(oneapi/)?tbb/", r"src/scheduler\.cpp|tests/.*|bench/.*"),
     ("CBLAS", r"cblas|openblas", r"tests/.*|bench/.*"),
     ("xsimd and intrinsics", XSIMD, r"src/kernels/.*|tests/micro_test\.cpp"),
-    ("CPU detection", r"cpuid\.h|sys/auxv\.h|asm/hwcap\.h", r"src/machine\.cpp"),
+    ("CPU detection", r"cpuid\.h|sys/auxv\.h|asm/hwcap\.h", r"src/machine\.cpp|tests/skip_absent_isa\.cpp"),
 ]
 SOURCES = ["include", "src", "capi", "tests", "bench"]
 SUFFIXES = {".h", ".hpp", ".c", ".cpp", ".inc", ".in"}

@@ -250,7 +250,11 @@ void check_line(const problem_line& line) {
   for (const kernel_table* table : chosen.tables) {
     const plan large = make_plan(c.p, *table, large_l2);
     if (chosen.verbose)
-      std::printf("%s: %s@%s\n", line.text.c_str(), large.kernel == route_decode ? "decode" : large.kernel == route_matrix ? "matrix" : "tile", table->isa);
+      std::printf("%s: %s@%s\n", line.text.c_str(),
+                  large.kernel == route_decode   ? "decode"
+                  : large.kernel == route_matrix ? "matrix"
+                                                 : "tile",
+                  table->isa);
     const std::string where = line.text + " @" + table->isa + ": ";
     c.clear_outputs();
     run(c, *table);

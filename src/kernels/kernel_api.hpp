@@ -129,9 +129,9 @@ enum route : int32_t { route_tile, route_decode, route_matrix, route_count };
 
 struct dtype_kernels {
   task_fn attention[route_count];  // route_matrix: NULL where there is no matrix unit for the type
-  task_fn weights;      // second pass: weights, scores, column sums from row_states
-  merge_fn merge;       // states and result of this dtype
-  merge_fn merge_real;  // states in real, result of this dtype: joins split-KV partials
+  task_fn weights;                 // second pass: weights, scores, column sums from row_states
+  merge_fn merge;                  // states and result of this dtype
+  merge_fn merge_real;             // states in real, result of this dtype: joins split-KV partials
   int64_t (*scratch_bytes[route_count])(const kernel_call*, int64_t block_q);  // of a route's tasks and second pass
 };
 

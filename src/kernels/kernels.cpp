@@ -50,9 +50,9 @@ constexpr kernel_table table = {
 #define MH_DTYPE_ROW(enumerator, trait, real) kernels_of<trait, real>(),
 #include "instances.inc"
 #undef MH_DTYPE_ROW
-                                },
-                                {static_cast<int32_t>(linear_width<float>), static_cast<int32_t>(linear_width<double>)},
-                                {linear_task<float>, linear_task<double>}};
+    },
+    {static_cast<int32_t>(linear_width<float>), static_cast<int32_t>(linear_width<double>)},
+    {linear_task<float>, linear_task<double>}};
 
 #define MH_DTYPE_ROW(enumerator, trait, real) +1
 static_assert(0

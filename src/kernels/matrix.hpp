@@ -7,8 +7,8 @@
 // So results are as good as the tile route's. K and V of a tile are brought into the unit's order once a task, for all
 // of its panels: V transposed, both padded with zeros, so that no size or stride is special.
 //
-// What the unit cannot do is left to the tile route, panel by panel: whatever comes out not finite, and rows without a
-// weight, whose scores may all have overflowed before they were scaled.
+// What the unit cannot do is left to the tile route, panel by panel: whatever comes out not finite, rows without a weight,
+// whose scores may all have overflowed before they were scaled, and panels of tiny results.
 #pragma once
 
 #include "attention_tile.hpp"
@@ -149,8 +149,7 @@ struct matrix_task {
 
   // Keys [begin, end) of K: A of the scores. Up to a whole step of keys, zeros follow.
   __attribute__((noinline)) void pack_keys(int64_t begin, int64_t end) const {
-    const auto* from =
-        static_cast<const uint16_t*>(c.k) + task.batch * c.k_strides[0] + kv_head * c.k_strides[1];
+    const auto* from = static_cast<const uint16_t*>(c.k) + task.batch * c.k_strides[0] + kv_head * c.k_strides[1];
     const int64_t step_size = c.block_kv * unit_step;
     for (int64_t key = 0; key < round_up(end - begin, unit_step); ++key) {
       const uint16_t* row = from + (begin + key) * c.k_strides[2];
@@ -158,8 +157,7 @@ struct matrix_task {
         words split[parts];
         D::split(begin + key < end ? pairs(row, c.k_strides[3], step * unit_step, c.head_dim) : words(0U), split);
         for (int i = 0; i < parts; ++i) {
-          split[i].store_aligned(
-              reinterpret_cast<uint32_t*>(k + (i * dim_steps + step) * step_size + key * unit_step));
+          split[i].store_aligned(reinterpret_cast<uint32_t*>(k + (i * dim_steps + step) * step_size + key * unit_step));
         }
       }
     }
@@ -167,8 +165,7 @@ struct matrix_task {
 
   // The same keys of V, transposed: A of the values.
   __attribute__((noinline)) void pack_values(int64_t begin, int64_t end) const {
-    const auto* from =
-        static_cast<const uint16_t*>(c.v) + task.batch * c.v_strides[0] + kv_head * c.v_strides[1];
+    const auto* from = static_cast<const uint16_t*>(c.v) + task.batch * c.v_strides[0] + kv_head * c.v_strides[1];
     for (int64_t step = 0; step * unit_step < end - begin; ++step) {
       for (int64_t d = 0; d < v_rows; d += w) {
         words rows[parts][w];
@@ -214,10 +211,10 @@ struct matrix_task {
         }
       }
     };
-    // Degree 4: 2.8e-6, where the two parts keep 2^-17.
+    // Degree 5: 9e-8, where the two parts keep 2^-18.
     if (exp_scale != T(1))
-      return rows.template weigh<rows_of::exponent::natural, 2, 4>(scratch.scores, keys, exp_scale, keep);
-    rows.template weigh<rows_of::exponent::less, 2, 4>(scratch.scores, keys, exp_scale, keep);
+      return rows.template weigh<rows_of::exponent::natural, 2, 5>(scratch.scores, keys, exp_scale, keep);
+    rows.template weigh<rows_of::exponent::less, 2, 5>(scratch.scores, keys, exp_scale, keep);
   }
 
   // A panel against keys [t.begin, t.end) of the tile that begins at `begin`, t.begin a whole number of steps behind it.
@@ -276,8 +273,8 @@ struct matrix_task {
       for (int64_t i = 0; i < panels; ++i) {
         panel<T>& x = p[i];
         const int64_t from = max_of(b, x.clip.begin);
-        const tile_at t{task.batch, kv_head, x.row, x.count, b + (from - b) / unit_step * unit_step,
-                        min_of(tile_end, x.clip.end)};
+        const tile_at t{
+            task.batch, kv_head, x.row, x.count, b + (from - b) / unit_step * unit_step, min_of(tile_end, x.clip.end)};
         if (t.end <= from) continue;
         if (!x.packed) pack_rows(x);
         x.packed = true;
@@ -286,11 +283,19 @@ struct matrix_task {
     }
   }
 
+  // The unit takes denormal numbers for 0, so results that are all tiny may owe that to it.
+  bool is_normal(const panel<T>& x) const {
+    vec<T> top(T(0));
+    for (int64_t i = 0; i < c.v_dim * width && x.started; i += w)
+      top = larger<T>(top, xsimd::abs(vec<T>::load_aligned(x.out + i)));
+    return !x.started || xsimd::any(top > vec<T>(T(0x1p-100)));
+  }
+
   void run() {
     attend_all();
     uint32_t again = 0;
     for (int64_t i = 0; i < panels; ++i) {
-      bool good = finish_panel<D>(c, task, kv_head, p[i], false);
+      bool good = finish_panel<D>(c, task, kv_head, p[i], false) && is_normal(p[i]);
       for (int64_t l = 0; l < p[i].count && p[i].started; ++l) good = good && p[i].row_sum[l] > 0;
       again |= static_cast<uint32_t>(!good) << i;
     }

@@ -276,62 +276,62 @@ MH_INLINE double careful_shift(int64_t keys) {
   return bits_needed;
 }
 
-  // Divides, transposes and stores a panel. False: something is not finite.
-  template <class D>
+// Divides, transposes and stores a panel. False: something is not finite.
+template <class D>
 __attribute__((noinline)) bool finish_panel(const kernel_call& c, const kernel_task& task, int64_t kv_head,
                                             const panel<typename D::real>& x, bool careful) {
   using T = typename D::real;
   constexpr int64_t w = lanes<T>;
-    vec<T> not_finite(T(0));  // 0 times every value: 0, or NaN from the first that is not finite
-    const bool in_vectors =
-        c.chunks > 1 || (sizeof(typename D::storage) == sizeof(T) && c.out_strides[3] == 1);  // rows take whole vectors
-    const double undo = careful ? ::exp2(careful_shift(c.kv_len)) : 1.0;
-    const bool ends_count = c.sinks != nullptr || c.lse != nullptr || c.row_states != nullptr || c.chunks > 1;
-    if (!x.started) memset(x.out, 0, static_cast<size_t>(c.v_dim * x.width()) * sizeof(T));
-    for (int64_t l0 = 0; l0 < x.count; l0 += w) {
-      void* place[w];
-      const int64_t count = min_of(w, x.count - l0);
-      row_of r(c, x.row + l0);
-      const vec<T> sum = vec<T>::load_aligned(x.row_sum + l0);
-      vec<T> factors = xsimd::select(sum == vec<T>(T(0)), vec<T>(T(0)), vec<T>(T(undo)) / sum);
-      alignas(64) T factor[w];
-      factors.store_aligned(factor);
-      for (int64_t l = 0; l < count; ++l, r.step(c)) {
-        const int64_t head = kv_head * c.group + r.member;
-        place[l] = place_of_row<D>(c, task.batch, head, r.query, task.chunk);
-        if (!ends_count) continue;
-        const row_end e =
-            finish_row<T>(x.row_max[l0 + l], x.row_sum[l0 + l], c.exp_scale, sink_of<T>(c, head, task.chunk));
-        if (c.sinks != nullptr) factor[l] = static_cast<T>(e.factor * undo);
-        write_state<T>(c, task.batch, head, r.query, task.chunk, e);
+  vec<T> not_finite(T(0));  // 0 times every value: 0, or NaN from the first that is not finite
+  const bool in_vectors =
+      c.chunks > 1 || (sizeof(typename D::storage) == sizeof(T) && c.out_strides[3] == 1);  // rows take whole vectors
+  const double undo = careful ? ::exp2(careful_shift(c.kv_len)) : 1.0;
+  const bool ends_count = c.sinks != nullptr || c.lse != nullptr || c.row_states != nullptr || c.chunks > 1;
+  if (!x.started) memset(x.out, 0, static_cast<size_t>(c.v_dim * x.width()) * sizeof(T));
+  for (int64_t l0 = 0; l0 < x.count; l0 += w) {
+    void* place[w];
+    const int64_t count = min_of(w, x.count - l0);
+    row_of r(c, x.row + l0);
+    const vec<T> sum = vec<T>::load_aligned(x.row_sum + l0);
+    vec<T> factors = xsimd::select(sum == vec<T>(T(0)), vec<T>(T(0)), vec<T>(T(undo)) / sum);
+    alignas(64) T factor[w];
+    factors.store_aligned(factor);
+    for (int64_t l = 0; l < count; ++l, r.step(c)) {
+      const int64_t head = kv_head * c.group + r.member;
+      place[l] = place_of_row<D>(c, task.batch, head, r.query, task.chunk);
+      if (!ends_count) continue;
+      const row_end e =
+          finish_row<T>(x.row_max[l0 + l], x.row_sum[l0 + l], c.exp_scale, sink_of<T>(c, head, task.chunk));
+      if (c.sinks != nullptr) factor[l] = static_cast<T>(e.factor * undo);
+      write_state<T>(c, task.batch, head, r.query, task.chunk, e);
+    }
+    if (c.sinks != nullptr) factors = load(factor);
+    for (int64_t d0 = 0; d0 < c.v_dim; d0 += w) {
+      const int64_t n = min_of(w, c.v_dim - d0);
+      const T* from = x.out + d0 * x.width() + l0;
+      vec<T> block[w];
+      if (n == w) {
+#pragma GCC unroll 16
+        for (int64_t i = 0; i < w; ++i) block[i] = vec<T>::load_aligned(from + i * x.width()) * factors;
+      } else {
+        for (int64_t i = 0; i < w; ++i)
+          block[i] = i < n ? vec<T>::load_aligned(from + i * x.width()) * factors : vec<T>(T(0));
       }
-      if (c.sinks != nullptr) factors = load(factor);
-      for (int64_t d0 = 0; d0 < c.v_dim; d0 += w) {
-        const int64_t n = min_of(w, c.v_dim - d0);
-        const T* from = x.out + d0 * x.width() + l0;
-        vec<T> block[w];
-        if (n == w) {
 #pragma GCC unroll 16
-          for (int64_t i = 0; i < w; ++i) block[i] = vec<T>::load_aligned(from + i * x.width()) * factors;
-        } else {
-          for (int64_t i = 0; i < w; ++i)
-            block[i] = i < n ? vec<T>::load_aligned(from + i * x.width()) * factors : vec<T>(T(0));
+      for (int64_t i = 0; i < w; ++i) not_finite = xsimd::fma(block[i], vec<T>(T(0)), not_finite);
+      transpose<T>(block);
+      if (n == w && in_vectors) {
+#pragma GCC unroll 16
+        for (int64_t l = 0; l < w; ++l) {
+          if (l < count) store<T>(static_cast<T*>(place[l]) + d0, block[l]);
         }
-#pragma GCC unroll 16
-        for (int64_t i = 0; i < w; ++i) not_finite = xsimd::fma(block[i], vec<T>(T(0)), not_finite);
-        transpose<T>(block);
-        if (n == w && in_vectors) {
-#pragma GCC unroll 16
-          for (int64_t l = 0; l < w; ++l) {
-            if (l < count) store<T>(static_cast<T*>(place[l]) + d0, block[l]);
-          }
-        } else {
-          for (int64_t l = 0; l < count; ++l) write_values<D>(c, place[l], d0, n, block[l]);
-        }
+      } else {
+        for (int64_t l = 0; l < count; ++l) write_values<D>(c, place[l], d0, n, block[l]);
       }
     }
-    return xsimd::all(not_finite == vec<T>(T(0)));
   }
+  return xsimd::all(not_finite == vec<T>(T(0)));
+}
 
 }  // namespace
 }  // namespace manyhead::MH_ISA

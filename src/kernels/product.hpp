@@ -23,7 +23,11 @@
 namespace manyhead::MH_ISA {
 namespace {
 
-#if defined(__AVX512F__) || defined(__aarch64__) || XSIMD_WITH_EMULATED
+#if XSIMD_WITH_EMULATED
+inline constexpr int max_panel_vectors = 3;
+template <int NV>
+inline constexpr int tile_rows = 4;  // larger ones take minutes to compile
+#elif defined(__AVX512F__) || defined(__aarch64__)
 inline constexpr int max_panel_vectors = 3;
 template <int NV>
 inline constexpr int tile_rows = NV == 3   ? 8
@@ -128,7 +132,9 @@ MH_INLINE void product_tile(A a, const T* b, int64_t depth, C c, T* column_max, 
     for (int v = 0; v < NV; ++v) acc[m][v] = B(T(0));
   }
   // Two steps a turn: the counting of a turn takes slots that the multiply-adds could have.
+#if !XSIMD_WITH_EMULATED
 #pragma GCC unroll 2
+#endif
   for (int64_t k = 0; k < depth; ++k) {
     if constexpr (Ahead) next.step();
     B bk[NV];

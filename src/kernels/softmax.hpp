@@ -17,8 +17,10 @@ template <class T>
 inline constexpr T near = sizeof(T) == 4 ? T(1 << 20) : T(int64_t{1} << 50);
 
 // Exponentials worked on at once. Each holds two registers (three at times), and constants take a dozen.
-#if defined(__AVX512F__) || defined(__aarch64__) || XSIMD_WITH_EMULATED
+#if defined(__AVX512F__) || defined(__aarch64__)
 inline constexpr int softmax_vectors = 6;
+#elif XSIMD_WITH_EMULATED
+inline constexpr int softmax_vectors = 1;  // compiles in half the time
 #else
 inline constexpr int softmax_vectors = 2;
 #endif
@@ -58,8 +60,7 @@ struct softmax_rows {
     score,    // as they are: the row's maximum is a small integer, taken off inside exp2_of
     less,     // score - far, where far is the maximum of rows for which it is not small, and 0 for the others: what
               // a row gets does not depend on its neighbours
-    natural,  // (score - maximum) * exp_scale, as one multiply-add: what rounding the product of the maximum and
-              // exp_scale does is the same for all of a row's weights
+    natural,  // (score - maximum) * exp_scale; one multiply-add would lose all where scores are huge
   };
 
   // Scores become weights and are added up; keep(k, x) puts away those of keys k, k + 1, ..., x[key * NV + vector].
@@ -73,9 +74,7 @@ struct softmax_rows {
       const vec<T> zero(T(0));
       if constexpr (Exponent == exponent::score) far[v] = zero;
       if constexpr (Exponent == exponent::less) far[v] = xsimd::select(xsimd::abs(top) < vec<T>(near<T>), zero, top);
-      // Finite, so that a score of -inf stays one beside a maximum of `lowest`.
-      if constexpr (Exponent == exponent::natural)
-        far[v] = at_least<T>(vec<T>(lowest<T>), -larger<T>(vec<T>(lowest<T>), top * vec<T>(exp_scale)));
+      if constexpr (Exponent == exponent::natural) far[v] = top;
       const vec<T> shift = Exponent == exponent::natural ? zero : xsimd::select(far[v] == zero, top, zero);
       round[v] = vec<T>(exp2_round<T>) - shift;
       least[v] = vec<T>(exp2_least<T>) + shift;
@@ -87,8 +86,8 @@ struct softmax_rows {
 #pragma GCC unroll 16
       for (int i = 0; i < n; ++i) {
         x[i] = vec<T>::load_aligned(s + k * width + i * w);
-        if constexpr (Exponent == exponent::less) x[i] = x[i] - far[i % NV];
-        if constexpr (Exponent == exponent::natural) x[i] = xsimd::fma(x[i], vec<T>(exp_scale), far[i % NV]);
+        if constexpr (Exponent != exponent::score) x[i] = x[i] - far[i % NV];
+        if constexpr (Exponent == exponent::natural) x[i] = x[i] * vec<T>(exp_scale);
       }
       exp2_of<T, n, Degree>(x, round, least, NV);
 #pragma GCC unroll 16
