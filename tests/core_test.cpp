@@ -229,6 +229,23 @@ TEST_CASE("a plan covers its problem") {
   }
 }
 
+TEST_CASE("16-bit problems that fill its tiles take the matrix unit where there is one") {
+  for (const kernel_table* table : tables()) {
+    const auto route_of = [&](const char* line) { return make_plan(problem_of(line), *table, l2).kernel; };
+    CHECK(route_of("f32 b1 h8 q64 kv64 d64") == route_tile);
+    CHECK((table->dtype[MH_DTYPE_F32].attention[route_matrix] == nullptr &&
+           table->dtype[MH_DTYPE_F64].attention[route_matrix] == nullptr));
+    for (const char* line : {"bf16 b1 h8 q16 kv32 d64", "bf16 b1 h32/1 q1 kv5000 d100", "f16 b1 h8 q32 kv64 d64"}) {
+      const bool has_unit = table->dtype[problem_of(line).dtype].attention[route_matrix] != nullptr;
+      CHECK(route_of(line) == (has_unit ? route_matrix : route_tile));
+    }
+    for (const char* line : {"bf16 b1 h8 q64 kv31 d64", "f16 b1 h8 q64 kv63 d64", "f16 b1 h8 q31 kv640 d64",
+                             "bf16 b1 h8 q64 kv64 d64 weights", "f16 b1 h8 q64 kv64 d64 scores=raw"})
+      CHECK(route_of(line) == route_tile);
+    CHECK(route_of("bf16 b1 h8 q1 kv64 d64") == route_decode);
+  }
+}
+
 TEST_CASE("borders along the keys are the same for every shape and cache") {
   for (const kernel_table* table : tables()) {
     for (const char* dtype : {"f32", "f64", "bf16", "f16"}) {
