@@ -80,7 +80,7 @@ MH_API size_t mh_dtype_size(int32_t dtype);      /* bytes; 0 when out of range *
 /* ---- The machine ---------------------------------------------------------------------------------------------- */
 
 /* The instruction sets this build has kernels for, best first: "amx" (AVX-512, and AMX for bf16
- * and f16), "avx512", "avx2", "sse2"; "neon". */
+ * and f16; the first call asks Linux to let the process use it), "avx512", "avx2", "sse2"; "neon". */
 MH_API int32_t mh_isa_count(void);
 MH_API const char* mh_isa_name(int32_t isa);  /* NULL when out of range */
 MH_API int32_t mh_isa_supported(int32_t isa); /* 1 when this CPU and operating system can run it, else 0 */
