@@ -61,21 +61,16 @@ double ulps(T got, double want) {
   return std::abs(static_cast<double>(got) - want) / unit;
 }
 
-TEST_CASE("exp2 of degree 5, several at once, each with a shift of its own") {
-  for (const float shift : {0.0F, 5.0F, -300.0F, 1000.0F}) {
-    const vec<float> round = vec<float>(exp2_round<float>) - vec<float>(shift);
-    const vec<float> least = vec<float>(exp2_least<float>) + vec<float>(shift);
-    for (float x = -130; x < 9; x += 0.0371F) {
-      vec<float> v[3] = {vec<float>(x + shift), vec<float>(shift - 1), vec<float>(-infinity<float>)};
-      const double moved = static_cast<double>(x + shift) - static_cast<double>(shift);  // what rounding left of x
-      exp2_of<float, 3, 5>(v, &round, &least, 1);
-      aligned<float> out(3 * lanes<float>);
-      for (int i = 0; i < 3; ++i) v[i].store_aligned(out.get() + i * lanes<float>);
-      if (moved > -126) CHECK(std::abs(out[0] / std::exp2(moved) - 1) < 4e-7);
-      if (moved < -127.5) CHECK(out[0] == 0);
-      CHECK(out[lanes<float>] == doctest::Approx(0.5).epsilon(4e-7));
-      CHECK(out[2 * lanes<float>] == 0);
-    }
+TEST_CASE("exp2 of degree 5, several at once") {
+  for (float x = -130; x < 9; x += 0.0371F) {
+    vec<float> v[3] = {vec<float>(x), vec<float>(-1.0F), vec<float>(-infinity<float>)};
+    exp2_of<float, 3, 5>(v);
+    aligned<float> out(3 * lanes<float>);
+    for (int i = 0; i < 3; ++i) v[i].store_aligned(out.get() + i * lanes<float>);
+    if (x > -126) CHECK(std::abs(out[0] / std::exp2(static_cast<double>(x)) - 1) < 4e-7);
+    if (x < -127.5F) CHECK(out[0] == 0);
+    CHECK(out[lanes<float>] == 0.5F);
+    CHECK(out[2 * lanes<float>] == 0);
   }
 }
 
@@ -86,7 +81,7 @@ std::vector<uint32_t> words_of(word_vec x) {
   return {out.get(), out.get() + lanes<float>};
 }
 
-TEST_CASE("f16 is split into two bf16 without a rest, floats into two that lose 2^-18") {
+TEST_CASE("f16 is split into two bf16 without a rest, floats into two that lose 2^-17") {
   aligned<uint32_t> pair(lanes<float>);
   for (uint32_t bits = 0; bits < 0x10000; ++bits) {
     if ((bits & 0x7c00U) == 0x7c00U) continue;  // inf, NaN
@@ -106,9 +101,9 @@ TEST_CASE("f16 is split into two bf16 without a rest, floats into two that lose 
     bf16::halves(vec<float>(x), vec<float>(-3 * x), high, low);
     const uint32_t h = words_of(high)[0], l = words_of(low)[0];
     CHECK(std::abs(bf16::widen(static_cast<uint16_t>(h)) + bf16::widen(static_cast<uint16_t>(l)) - x) <=
-          std::abs(x) * 0x1.1p-18F);
+          std::abs(x) * 0x1p-17F);
     CHECK(std::abs(bf16::widen(static_cast<uint16_t>(h >> 16)) + bf16::widen(static_cast<uint16_t>(l >> 16)) + 3 * x) <=
-          3 * std::abs(x) * 0x1.1p-18F);
+          3 * std::abs(x) * 0x1p-17F);
   }
 }
 

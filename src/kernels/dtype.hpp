@@ -75,7 +75,7 @@ struct bf16 {
   static constexpr int parts = 1;
   static MH_INLINE void split(word_vec x, word_vec (&part)[1]) { part[0] = x; }
   // Two floats as words (even low, odd high) of their upper parts and of what is left, both rounded: an error of
-  // 2^-18 at most.
+  // 2^-17 at most.
   static MH_INLINE void halves(vec<float> even, vec<float> odd, word_vec& high, word_vec& low) {
     const word_vec upper(0xffff0000U);
     const word_vec half(0x8000U);

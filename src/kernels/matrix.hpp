@@ -192,7 +192,6 @@ struct matrix_task {
 
   // Scores become weights, in two parts: B of the values. `keys` is a multiple of the step.
   MH_INLINE void weigh(const softmax_rows<T, NV>& rows, int64_t keys, T exp_scale) const {
-    using rows_of = softmax_rows<T, NV>;
     uint32_t* const to = weights;
     const int64_t part = key_steps * block_words;
     const auto keep = [=](int64_t key, const auto& x) MH_INLINE_LAMBDA {
@@ -211,10 +210,8 @@ struct matrix_task {
         }
       }
     };
-    // Degree 5: 9e-8, where the two parts keep 2^-18.
-    if (exp_scale != T(1))
-      return rows.template weigh<rows_of::exponent::natural, 2, 5>(scratch.scores, keys, exp_scale, keep);
-    rows.template weigh<rows_of::exponent::less, 2, 5>(scratch.scores, keys, exp_scale, keep);
+    // Degree 5: 9e-8, where the two parts keep 2^-17.
+    rows.template weigh<true, 2, 5>(scratch.scores, keys, exp_scale, keep);
   }
 
   // A panel against keys [t.begin, t.end) of the tile that begins at `begin`, t.begin a whole number of steps behind it.

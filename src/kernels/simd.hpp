@@ -108,17 +108,8 @@ MH_INLINE vec<T> larger(vec<T> top, vec<T> x) {
 #endif
 }
 
-// 2^x is made of 2^n, n = round(x), and a polynomial in f = x - n. Adding exp2_round (1.5 * 2^23, and 127 for the bias)
-// leaves n + 127 in the low bits of the sum, so a shift makes the power of two; multiplying by it (rather than adding
-// exponents) keeps NaN. Minimax polynomials of relative error 1.9e-9 (degree 6) and 3.1e-18 (degree 11) on
-// [-1/2, 1/2], from our own Remez exchange; the constant term is 1, so that powers of integers are exact.
-template <class T>
-inline constexpr T exp2_round =
-    sizeof(T) == 4 ? static_cast<T>(12582912.0 + 127.0) : static_cast<T>(6755399441055744.0 + 1023.0);
-// At and below this x the result is 0.
-template <class T>
-inline constexpr T exp2_least = sizeof(T) == 4 ? T(-127) : T(-1023);
-
+// 2^x is made of 2^n, n = round(x), and a polynomial in f = x - n: minimax polynomials of relative error 1.9e-9 (degree
+// 6) and 3.1e-18 (degree 11) on [-1/2, 1/2], from our own Remez exchange, with 1 as the constant term.
 template <class T>
 inline constexpr int exp2_degree = sizeof(T) == 4 ? 6 : 11;
 // The terms from the highest down. Degree 5 has a relative error of 9.2e-8.
@@ -140,18 +131,21 @@ inline constexpr float exp2_terms<float, 5>[] = {1.32647271957e-3F, 9.6715126397
                                                  2.40222420854e-1F, 6.93146977599e-1F, 1.0F};
 
 // N of them at once, step by step: one is a chain of a dozen dependent instructions of 4 cycles each, and the scheduler
-// sees too few chains ahead to fill the ports from them. x - shift is the exponent: shift is an integer (or 0) for which
-// exp2_round - shift is exact, `round` is that difference and `least` is exp2_least + shift.
+// sees too few chains ahead to fill the ports from them. Within 1 ulp for x in [-126, 127] (double: [-1022, 1023]); 0
+// below, NaN for NaN. Adding 1.5 * 2^23 + 127 leaves n + 127 in the low bits of the sum, so a shift makes the power of
+// two; multiplying by it (rather than adding exponents) keeps NaN.
 template <class T, int N, int Degree = exp2_degree<T>>
-MH_INLINE void exp2_of(vec<T> (&x)[N], const vec<T>* round, const vec<T>* least, int stride) {
+MH_INLINE void exp2_of(vec<T> (&x)[N]) {
   using B = vec<T>;
+  const B least(sizeof(T) == 4 ? T(-127) : T(-1023));
+  const B round(static_cast<T>(sizeof(T) == 4 ? 12582912.0 + 127.0 : 6755399441055744.0 + 1023.0));
   B power[N];
 #pragma GCC unroll 16
-  for (int i = 0; i < N; ++i) x[i] = at_least<T>(least[i % stride], x[i]);
+  for (int i = 0; i < N; ++i) x[i] = at_least<T>(least, x[i]);
 #pragma GCC unroll 16
-  for (int i = 0; i < N; ++i) power[i] = x[i] + round[i % stride];
+  for (int i = 0; i < N; ++i) power[i] = x[i] + round;
 #pragma GCC unroll 16
-  for (int i = 0; i < N; ++i) x[i] = x[i] - (power[i] - round[i % stride]);
+  for (int i = 0; i < N; ++i) x[i] = x[i] - (power[i] - round);
 #pragma GCC unroll 16
   for (int i = 0; i < N; ++i)
     power[i] = xsimd::bitwise_cast<T>(xsimd::bitwise_cast<bits<T>>(power[i]) << (sizeof(T) == 4 ? 23 : 52));
@@ -167,13 +161,10 @@ MH_INLINE void exp2_of(vec<T> (&x)[N], const vec<T>* round, const vec<T>* least,
   for (int i = 0; i < N; ++i) x[i] = p[i] * power[i];
 }
 
-// 2^x within 1 ulp for x in [-126, 127] (double: [-1022, 1023]); 0 below, NaN for NaN.
 template <class T>
 MH_INLINE vec<T> exp2_of(vec<T> x) {
   vec<T> one[1] = {x};
-  const vec<T> round(exp2_round<T>);
-  const vec<T> least(exp2_least<T>);
-  exp2_of<T, 1>(one, &round, &least, 1);
+  exp2_of<T, 1>(one);
   return one[0];
 }
 

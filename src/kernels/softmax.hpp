@@ -12,10 +12,6 @@ namespace {
 // nothing in f32, and most tiles after the first leave the accumulators alone.
 inline constexpr double lazy_rescale = 8.0;
 
-// Integers of smaller magnitude can be taken from exp2_round without rounding, with room to spare.
-template <class T>
-inline constexpr T near = sizeof(T) == 4 ? T(1 << 20) : T(int64_t{1} << 50);
-
 // Exponentials worked on at once. Each holds two registers (three at times), and constants take a dozen.
 #if defined(__AVX512F__) || defined(__aarch64__)
 inline constexpr int softmax_vectors = 6;
@@ -35,14 +31,12 @@ struct softmax_rows {
   int64_t v_dim;
 
   // Takes in a tile's maxima; sums and values so far are scaled to the new ones. `started`: out holds something.
-  // Where scores are in log2 units a maximum is rounded up to an integer: so weigh() needs no subtraction.
   MH_INLINE void raise(const T* tile_max, T exp_scale, bool started) const {
     for (int v = 0; v < NV; ++v) {
       const vec<T> old = vec<T>::load_aligned(row_max + v * w);
-      vec<T> top = vec<T>::load_aligned(tile_max + v * w);
+      const vec<T> top = vec<T>::load_aligned(tile_max + v * w);
       const auto higher = top > old + vec<T>(static_cast<T>(lazy_rescale) / exp_scale);
       if (!xsimd::any(higher)) continue;
-      if (exp_scale == T(1)) top = xsimd::ceil(top);
       const vec<T> now = xsimd::select(higher, top, old);
       const vec<T> factor = exp2_of<T>((old - now) * vec<T>(exp_scale));
       now.store_aligned(row_max + v * w);
@@ -55,41 +49,25 @@ struct softmax_rows {
     }
   }
 
-  // How scores become exponents of 2.
-  enum class exponent {
-    score,    // as they are: the row's maximum is a small integer, taken off inside exp2_of
-    less,     // score - far, where far is the maximum of rows for which it is not small, and 0 for the others: what
-              // a row gets does not depend on its neighbours
-    natural,  // (score - maximum) * exp_scale; one multiply-add would lose all where scores are huge
-  };
-
   // Scores become weights and are added up; keep(k, x) puts away those of keys k, k + 1, ..., x[key * NV + vector].
-  // AtOnce keys are given at a time while there are that many, then one.
-  template <exponent Exponent, int AtOnce, int Degree, class Keep>
+  // AtOnce keys are given at a time while there are that many, then one. The largest score's weight is exactly 1.
+  template <bool Scaled, int AtOnce, int Degree, class Keep>
   MH_INLINE void weigh(const T* s, int64_t keys, T exp_scale, const Keep& keep) const {
-    vec<T> far[NV], round[NV], least[NV], sum[NV];
+    vec<T> top[NV], sum[NV];
 #pragma GCC unroll 4
     for (int v = 0; v < NV; ++v) {
-      const vec<T> top = vec<T>::load_aligned(row_max + v * w);
-      const vec<T> zero(T(0));
-      if constexpr (Exponent == exponent::score) far[v] = zero;
-      if constexpr (Exponent == exponent::less) far[v] = xsimd::select(xsimd::abs(top) < vec<T>(near<T>), zero, top);
-      if constexpr (Exponent == exponent::natural) far[v] = top;
-      const vec<T> shift = Exponent == exponent::natural ? zero : xsimd::select(far[v] == zero, top, zero);
-      round[v] = vec<T>(exp2_round<T>) - shift;
-      least[v] = vec<T>(exp2_least<T>) + shift;
-      sum[v] = zero;
+      top[v] = vec<T>::load_aligned(row_max + v * w);
+      sum[v] = vec<T>(T(0));
     }
     const auto few = [&]<int Keys>(int64_t k) MH_INLINE_LAMBDA {
       constexpr int n = Keys * NV;
       vec<T> x[n];
 #pragma GCC unroll 16
       for (int i = 0; i < n; ++i) {
-        x[i] = vec<T>::load_aligned(s + k * width + i * w);
-        if constexpr (Exponent != exponent::score) x[i] = x[i] - far[i % NV];
-        if constexpr (Exponent == exponent::natural) x[i] = x[i] * vec<T>(exp_scale);
+        x[i] = vec<T>::load_aligned(s + k * width + i * w) - top[i % NV];
+        if constexpr (Scaled) x[i] = x[i] * vec<T>(exp_scale);
       }
-      exp2_of<T, n, Degree>(x, round, least, NV);
+      exp2_of<T, n, Degree>(x);
 #pragma GCC unroll 16
       for (int i = 0; i < n; ++i) sum[i % NV] = sum[i % NV] + x[i];
       keep(k, x);
@@ -101,13 +79,6 @@ struct softmax_rows {
     for (int v = 0; v < NV; ++v) (vec<T>::load_aligned(row_sum + v * w) + sum[v]).store_aligned(row_sum + v * w);
   }
 
-  MH_INLINE bool all_near() const {
-    bool near_all = true;
-    for (int v = 0; v < NV; ++v)
-      near_all = near_all && xsimd::all(xsimd::abs(vec<T>::load_aligned(row_max + v * w)) < vec<T>(near<T>));
-    return near_all;
-  }
-
   // Weights in place of the scores.
   MH_INLINE void weigh_tile(T* s, int64_t keys, T exp_scale) const {
     const auto keep = [=](int64_t k, const auto& x) MH_INLINE_LAMBDA {
@@ -116,23 +87,20 @@ struct softmax_rows {
       for (int i = 0; i < n; ++i) x[i].store_aligned(s + k * width + i * w);
     };
     constexpr int at_once = max_of(1, softmax_vectors / NV);
-    if (exp_scale != T(1)) return weigh<exponent::natural, at_once, exp2_degree<T>>(s, keys, exp_scale, keep);
-    if (all_near()) return weigh<exponent::score, at_once, exp2_degree<T>>(s, keys, exp_scale, keep);
-    weigh<exponent::less, at_once, exp2_degree<T>>(s, keys, exp_scale, keep);
+    if (exp_scale == T(1)) return weigh<false, at_once, exp2_degree<T>>(s, keys, exp_scale, keep);
+    weigh<true, at_once, exp2_degree<T>>(s, keys, exp_scale, keep);
   }
 
   // The same, but slots at -inf become -0 (they are not to be multiplied), the others are multiplied by `factor`,
   // 2^-careful_shift, so that sums over values near the largest float stay finite.
   MH_INLINE void weigh_tile_with_care(T* s, int64_t keys, T exp_scale, T factor) const {
-    const auto keep = [=](int64_t k, const auto& x) MH_INLINE_LAMBDA {
+    weigh<true, 1, exp2_degree<T>>(s, keys, exp_scale, [=](int64_t k, const auto& x) MH_INLINE_LAMBDA {
       for (int v = 0; v < NV; ++v) {
         T* at = s + k * width + v * w;
         const auto closed = vec<T>::load_aligned(at) == vec<T>(-infinity<T>);
         xsimd::select(closed, vec<T>(T(-0.0)), x[v] * vec<T>(factor)).store_aligned(at);
       }
-    };
-    if (exp_scale != T(1)) return weigh<exponent::natural, 1, exp2_degree<T>>(s, keys, exp_scale, keep);
-    weigh<exponent::less, 1, exp2_degree<T>>(s, keys, exp_scale, keep);
+    });
   }
 };
 
