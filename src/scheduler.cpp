@@ -133,10 +133,11 @@ void for_each(int64_t items, int64_t threads, const mh_exec& exec, const Item& i
           do {
             end = begin + std::max<int64_t>(s->step, (s->items - begin) / s->divisor);
           } while (begin < s->items && !s->next.compare_exchange_weak(begin, end));
-          if (begin >= s->items) return;
+          if (begin >= s->items) break;
           end = std::min(end, s->items);
           for (int64_t i = begin; i < end; ++i) (*s->item)(worker, i, i + 1 < end ? i + 1 : -1);
         }
+        s->next.fetch_add(0);  // a write, which the load at the end sees: finding nothing left was only a read
       },
       &state);
   (void)state.next.load(std::memory_order_acquire);
