@@ -1,13 +1,12 @@
 // What masks and modifiers cost: attention with each of them beside plain attention of the same shape, in turn, as speed
 // per attended pair. 1.00 = a pair costs what it costs without.
 #include <getopt.h>
-#include <manyhead/manyhead.h>
+#include <manyhead/manyhead.hpp>
 
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
-#include <memory>
 #include <random>
 #include <string>
 #include <vector>
@@ -39,15 +38,6 @@ struct variant {
   const char* name;
   std::function<void(mh_problem&, mh_tensors&)> set;
   double pairs;
-};
-
-[[noreturn]] void fail(const char* text) {
-  std::fprintf(stderr, "modifiers: %s\n", text);
-  std::exit(1);
-}
-
-struct plan_deleter {
-  void operator()(mh_plan* plan) const { mh_plan_destroy(plan); }
 };
 
 std::vector<variant> variants_of(arrays& a, int64_t n) {
@@ -138,7 +128,7 @@ void measure(int64_t n, const options& o) {
   std::fill(a.key_mask.end() - n / 8, a.key_mask.end(), uint8_t{0});
 
   for (const variant& x : variants_of(a, n)) {
-    std::vector<std::unique_ptr<mh_plan, plan_deleter>> plans;
+    std::vector<manyhead::plan> plans;
     std::vector<mh_tensors> tensors;
     for (const bool modified : {false, true}) {
       mh_problem p{};
@@ -154,19 +144,13 @@ void measure(int64_t n, const options& o) {
       t.v = a.v.data();
       t.out = a.out.data();
       if (modified) x.set(p, t);
-      mh_plan* plan = nullptr;
-      if (mh_plan_create(&p, &plan) != MH_OK) fail(mh_last_error());
-      plans.emplace_back(plan);
+      plans.emplace_back(p);
       tensors.push_back(t);
     }
     mh_exec exec{};
     exec.struct_size = sizeof exec;
     exec.threads = o.threads;
-    const auto run = [&](std::size_t i) {
-      return [&, i] {
-        if (mh_plan_run(plans[i].get(), &tensors[i], &exec) != MH_OK) fail(mh_last_error());
-      };
-    };
+    const auto run = [&](std::size_t i) { return [&, i] { plans[i].run(tensors[i], exec); }; };
     const std::vector<double> best = alternate::fastest({run(0), run(1)}, o.seconds);
     const double plain = static_cast<double>(n * n) / best[0];
     std::printf("%-30s %6lld %10.1f %10.2f\n", x.name, static_cast<long long>(n), best[1] * 1e6,
@@ -207,5 +191,10 @@ int main(int argc, char** argv) {
   std::printf("f32, 1 x %lld heads of %d, isa %s; speed per attended pair over that of plain attention\n\n",
               static_cast<long long>(heads), o.head_dim, mh_isa_current());
   std::printf("%-30s %6s %10s %10s\n", "modifier", "q, kv", "us", "ratio");
-  for (const int64_t n : {512, 1024}) measure(n, o);
+  try {
+    for (const int64_t n : {512, 1024}) measure(n, o);
+  } catch (const manyhead::error& e) {
+    std::fprintf(stderr, "modifiers: %s\n", e.what());
+    return 1;
+  }
 }
