@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "machine.hpp"
+#include "pool.hpp"
 #include "scheduler.hpp"
 
 namespace manyhead {
@@ -163,7 +163,7 @@ void multiply(const product<Real>* products, int64_t count, const mh_exec& exec)
     us += c.us;
   }
   mh_exec limited = exec;
-  limited.threads = exec.threads > 0 ? exec.threads : max_threads();
+  limited.threads = wanted_threads(exec.threads);
   const double worth = std::max(1.0, us / us_of_thread);
   if (worth < limited.threads) limited.threads = static_cast<int32_t>(worth);
   work<Real> all{products, limited.threads};

@@ -1,4 +1,4 @@
-// Runs a plan: lays out the workspace, hands tasks to threads. The only file that includes oneTBB.
+// Runs a plan: lays out the workspace, hands tasks to the threads of pool.hpp.
 #pragma once
 
 #include "plan.hpp"

@@ -21,7 +21,7 @@ from typing import NamedTuple
 XSIMD = r"xsimd/|\w*intrin\.h|arm_(neon|sve)\.h"
 # What an include line may not name, except in the listed files. Paths are relative to the root.
 RESERVED = [
-    ("oneTBB", r"(oneapi/)?tbb/", r"src/scheduler\.cpp|tests/.*|bench/.*"),
+    ("oneTBB", r"(oneapi/)?tbb/", r"src/pool\.cpp|tests/.*|bench/.*"),
     ("CBLAS", r"cblas|openblas", r"tests/.*|bench/.*"),
     ("xsimd and intrinsics", XSIMD, r"src/kernels/.*|tests/micro_test\.cpp"),
     ("CPU detection", r"cpuid\.h|sys/auxv\.h|asm/hwcap\.h", r"src/machine\.cpp|tests/skip_absent_isa\.cpp"),

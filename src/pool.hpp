@@ -1,0 +1,20 @@
+// The threads that work is spread over: the host's (exec.parallel_for), oneTBB's, or the caller alone. pool.cpp is the
+// only file that includes oneTBB.
+#pragma once
+
+#include <cstdint>
+
+#include "manyhead/manyhead.h"
+
+namespace manyhead {
+
+// What exec.threads asks for; 0 is the default, mh_threads().
+int32_t wanted_threads(int32_t threads);
+
+// As far as there are so many.
+int64_t usable_threads(const mh_exec& exec);
+
+// fn(arg, i) for i in 0..n-1, each on a thread of its own as far as there are any. Returns when all have returned.
+void spread(int64_t n, const mh_exec& exec, mh_task_fn fn, void* arg);
+
+}  // namespace manyhead
