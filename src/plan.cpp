@@ -8,7 +8,7 @@
 //   fewer mean more tasks. Where there are too few for the threads, schedule.cpp cuts them further.
 // chunks: splits along the keys, for problems with too few rows to keep many cores busy. Fixed size, fixed order of
 //   merging.
-// prefetch: kernels ask for rows of K, V, Q and out ahead of need, where they do not lie in L2 and there is arithmetic
+// prefetch: kernels ask for rows of K, V, Q, out, mask and bias ahead of need, where these do not lie in L2 and there is arithmetic
 //   to hide it behind (not so in a decode step of one f32 row, where the hardware's own prefetch is as good). Measured
 //   on an AVX-512 server core: decode 1.2 to 1.5 times faster beyond the caches and up to 1.2 times slower within L2,
 //   prefill 1.01 to 1.09 times faster.
@@ -41,6 +41,14 @@ int64_t dtype_bytes(int32_t dtype) { return dtype == MH_DTYPE_F64 ? 8 : dtype ==
 bool fills_matrix_tiles(const problem& p) {
   if (p.dtype == MH_DTYPE_F16) return p.group() * p.q_len >= 32 && p.kv_len >= 64;
   return p.kv_len >= 32;
+}
+
+// Of a mask or bias, one number a pair of query and key unless broadcast.
+double pair_bytes(const problem& p, const int64_t* strides, int64_t size) {
+  const int64_t n[] = {p.batch, p.heads, p.q_len, p.kv_len};
+  double bytes = static_cast<double>(size);
+  for (int i = 0; i < 4; ++i) bytes *= strides[i] == 0 ? 1.0 : static_cast<double>(n[i]);
+  return bytes;
 }
 
 // Whether kernels read K and V in place: elements of the arithmetic type next to each other, and for the decode route
@@ -185,7 +193,10 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes) {
   const double kv_bytes = static_cast<double>(dtype_bytes(p.dtype)) * static_cast<double>(p.head_dim + p.v_dim) *
                           static_cast<double>(p.batch * p.kv_heads) * static_cast<double>(p.kv_len);
   const bool arithmetic = rows > 1 || dtype_bytes(p.dtype) < real;
-  plan.prefetch = arithmetic && kv_bytes > static_cast<double>(l2_bytes);
+  double read = kv_bytes;
+  if (p.has_input(MH_INPUT_MASK)) read += pair_bytes(p, p.mask_strides, 1);
+  if (p.has_input(MH_INPUT_BIAS)) read += pair_bytes(p, p.bias_strides, dtype_bytes(p.bias_dtype));
+  plan.prefetch = arithmetic && read > static_cast<double>(l2_bytes);
   const bool matrix = plan.kernel == route_matrix;
   plan.panel_rows = matrix ? matrix_rows : table.panel_rows[f64];
   if (plan.kernel == route_decode) {

@@ -368,7 +368,8 @@ TEST_CASE("bit_range") {
 // The micro-kernel against three loops, for every number of rows around the tiles and some depths.
 template <class T, int NV>
 void check_product() {
-  constexpr int64_t width = NV * lanes<T>;
+  constexpr int64_t used = NV * lanes<T>;
+  constexpr int64_t width = used + lanes<T>;  // B and C are some vectors of a wider panel
   const double tolerance = sizeof(T) == 4 ? 1e-5 : 1e-13;
   for (int64_t rows = 0; rows <= 2 * tile_rows<NV> + 1; ++rows) {
     for (const int64_t depth : {int64_t{0}, int64_t{1}, int64_t{5}, int64_t{17}}) {
@@ -377,10 +378,11 @@ void check_product() {
       aligned<T> b((depth + 1) * width);
       std::copy(b_values.begin(), b_values.end(), b.get());
       aligned<T> c((rows + 1) * width, T(3));
-      aligned<T> top(width, T(0.5));
+      aligned<T> top(used, T(0.5));
       const by_rows<T> in_rows{a.data(), depth + 3};
-      product<product_mode::set_max, NV>(in_rows, b.get(), rows, depth, c.get(), top.get());
-      for (int64_t j = 0; j < width; ++j) {
+      const in_panel<const T> in_b{b.get(), width};
+      product<product_mode::set_max, NV>(in_rows, in_b, rows, depth, in_panel<T>{c.get(), width}, top.get());
+      for (int64_t j = 0; j < used; ++j) {
         double want_top = 0.5;
         for (int64_t m = 0; m < rows; ++m) {
           double want = 0;
@@ -393,14 +395,15 @@ void check_product() {
         CHECK(static_cast<double>(top[j]) == want_top);
         CHECK(c[rows * width + j] == T(3));  // the row behind is not touched
       }
+      for (int64_t m = 0; m < rows; ++m) CHECK(c[m * width + used] == T(3));  // nor the vector beside
       // By columns, adding: what was there plus the product.
       const by_columns<T> in_columns{a.data(), rows + 1};
       if (static_cast<size_t>(depth * (rows + 1)) > a.size()) continue;
-      product<product_mode::add, NV>(in_columns, b.get(), rows, depth, c.get(), top.get());
+      product<product_mode::add, NV>(in_columns, in_b, rows, depth, in_panel<T>{c.get(), width}, top.get());
       aligned<T> again((rows + 1) * width, T(0));
-      product<product_mode::set, NV>(in_rows, b.get(), rows, depth, again.get(), top.get());
+      product<product_mode::set, NV>(in_rows, in_b, rows, depth, in_panel<T>{again.get(), width}, top.get());
       for (int64_t m = 0; m < rows; ++m) {
-        for (int64_t j = 0; j < width; ++j) {
+        for (int64_t j = 0; j < used; ++j) {
           double want = static_cast<double>(again[m * width + j]);
           for (int64_t k = 0; k < depth; ++k)
             want +=
@@ -429,7 +432,8 @@ TEST_CASE_TEMPLATE("add_signed leaves out factors of negative sign, NaN and inf 
     b[2 * width + j] = T(-0.0);
     b[3 * width + j] = j % 2 == 0 ? T(-0.0) : T(1);
   }
-  product<product_mode::add_signed, 1>(by_rows<T>{a.data(), 4}, b.get(), 1, 4, c.get(), c.get());
+  product<product_mode::add_signed, 1>(by_rows<T>{a.data(), 4}, whole_panel<const T, 1>{b.get()}, 1, 4,
+                                       whole_panel<T, 1>{c.get()}, c.get());
   for (int64_t j = 0; j < width; ++j) CHECK(c[j] == (j % 2 == 0 ? T(7) : T(12)));
 }
 

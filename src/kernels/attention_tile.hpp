@@ -23,6 +23,7 @@ struct tile_task {
   int64_t panels = 0;
   panel<T> p[most_panels];
   tile_scratch<T> scratch;
+  lines_ahead ahead;
 
   static int64_t scratch_bytes(const kernel_call& c, int64_t block_q) {
     carver from{nullptr};
@@ -47,25 +48,74 @@ struct tile_task {
     return rows_ahead<D>(c, base, strides, task.batch, kv_head, x.row, c.group == 1 ? x.count : 0, dim);
   }
 
+  // What a mask or bias says of a panel's rows and of keys [begin, end).
+  MH_INLINE void ask_for(const void* base, const int64_t* strides, int64_t size, const panel<T>& x, int64_t begin,
+                         int64_t end) {
+    const int64_t keys = min_of(end, c.kv_len - c.extra_keys) - begin;
+    if (base == nullptr || !c.prefetch || strides[3] != 1 || keys <= 0) return;
+    const int64_t first = x.row / c.group;
+    const int64_t queries = strides[2] == 0 ? 1 : (x.row + x.count - 1) / c.group - first + 1;
+    const int64_t members = strides[1] == 0 ? 1 : c.group;
+    for (int64_t member = 0; member < members; ++member) {
+      const int64_t at_row = task.batch * strides[0] + (kv_head * c.group + member) * strides[1] + first * strides[2];
+      // Rows may begin anywhere in a line.
+      ahead.add({static_cast<const char*>(base) + (at_row + begin) * size, max_of(1, strides[2]) * size,
+                 keys * size + 63, queries});
+    }
+  }
+
+  // A tile of keys, and the panels that take it in turn.
+  struct key_tile {
+    int64_t begin, end, next_end;  // keys; [end, next_end) come next
+    int64_t first, last;           // panels
+    by_rows<T> k;                  // from `begin` on
+    by_columns<T> v;
+  };
+
+  // What comes after panel i, in the order of need. Asked for during the product with V: its loop has registers to spare.
+  MH_INLINE void ask_for_next(int64_t i, const key_tile& tile) {
+    if (i + 1 < tile.last) {
+      ask_for(c.mask, c.mask_strides, 1, p[i + 1], tile.begin, tile.end);
+      if (!p[i + 1].packed) ahead.add(panel_rows(c.q, c.q_strides, p[i + 1], c.head_dim));
+    } else if (tile.next_end > tile.end) {
+      ask_for(c.mask, c.mask_strides, 1, p[tile.first], tile.end, tile.next_end);
+      ahead.add(
+          rows_ahead<D>(c, c.k, c.k_strides, task.batch, kv_head, tile.end, tile.next_end - tile.end, c.head_dim));
+    }
+    if (tile.next_end <= tile.end) ahead.add(panel_rows(c.out, c.out_strides, p[i], c.chunks > 1 ? 0 : c.v_dim));
+  }
+
   template <int NV>
-  MH_INLINE void attend(panel<T>& x, const tile_at& t, const T* k, int64_t k_stride, const T* v, int64_t v_stride,
-                        bool careful, upcoming during_scores, upcoming during_values) {
-    if (scores_of<T, NV>(c, at, x, t, by_rows<T>{k, k_stride}, scratch, during_scores) == visibility::none) return;
+  MH_INLINE void attend(int64_t i, const key_tile& tile, bool careful) {
+    panel<T>& x = p[i];
+    const key_range clip = x.clip();
+    const tile_at t{task.batch, kv_head, x.row, x.count, max_of(tile.begin, clip.begin), min_of(tile.end, clip.end)};
+    stairs<NV> steps;
+    const bool uneven = NV > 1 && stairs_of<T, NV>(x, t, steps);
+    const by_rows<T> k = tile.k.from(t.begin - tile.begin);
+    ask_for(c.bias, c.bias_strides, bias_bytes(c), x, t.begin, t.end);
+    if (scores_of<T, NV>(c, at, x, t, k, scratch, &ahead, uneven ? &steps : nullptr) == visibility::none) return;
     const softmax_rows<T, NV> rows{x.row_max, x.row_sum, x.out, c.v_dim};
     const T exp_scale = static_cast<T>(c.exp_scale);
     rows.raise(scratch.tile_max, exp_scale, x.started);
-    const by_columns<T> values{v, v_stride};
     if (careful) {
       rows.weigh_tile_with_care(scratch.scores, t.keys(), exp_scale, static_cast<T>(::exp2(-careful_shift(c.kv_len))));
-      product<product_mode::add_signed, NV>(values, scratch.scores, c.v_dim, t.keys(), x.out, scratch.tile_max,
-                                            during_values);
-      return;  // started from the beginning
-    }
-    rows.weigh_tile(scratch.scores, t.keys(), exp_scale);
-    if (x.started) {
-      product<product_mode::add, NV>(values, scratch.scores, c.v_dim, t.keys(), x.out, scratch.tile_max, during_values);
     } else {
-      product<product_mode::set, NV>(values, scratch.scores, c.v_dim, t.keys(), x.out, scratch.tile_max, during_values);
+      rows.weigh_tile(scratch.scores, t.keys(), exp_scale);
+    }
+    ask_for_next(i, tile);
+    const auto add_values = [&]<product_mode Mode>(const auto& reached) MH_INLINE_LAMBDA {
+      product<Mode, NV>(tile.v.after(t.begin - tile.begin), whole_panel<const T, NV>{scratch.scores}, c.v_dim, t.keys(),
+                        whole_panel<T, NV>{x.out}, scratch.tile_max, &ahead, reached);
+    };
+    if (careful) {  // has been started
+      add_values.template operator()<product_mode::add_signed>(no_stairs{});
+    } else if (uneven) {
+      x.started ? add_values.template operator()<product_mode::add>(steps)
+                : add_values.template operator()<product_mode::set>(steps);
+    } else {
+      x.started ? add_values.template operator()<product_mode::add>(no_stairs{})
+                : add_values.template operator()<product_mode::set>(no_stairs{});
     }
     x.started = true;
   }
@@ -79,8 +129,8 @@ struct tile_task {
       clear_panel(x);
       x.started = careful;  // its products always add
       if (careful) memset(x.out, 0, static_cast<size_t>(c.v_dim * x.width()) * sizeof(T));
-      begin = min_of(begin, x.clip.begin);
-      end = max_of(end, x.clip.end);
+      begin = min_of(begin, x.clip().begin);
+      end = max_of(end, x.clip().end);
     }
     begin = max_of(begin, task.chunk * c.chunk_keys);
     if (c.chunks > 1) end = min_of(end, (task.chunk + 1) * c.chunk_keys);
@@ -91,45 +141,32 @@ struct tile_task {
                               c.copy_kv, scratch.k_copy);
       const T* v = kv_rows<D>(c.v, c.v_strides, task.batch, kv_head, tile_begin, tile_end - tile_begin, c.v_dim,
                               c.copy_kv, scratch.v_copy);
-      const int64_t k_stride = c.copy_kv ? c.head_dim : c.k_strides[2];
-      const int64_t v_stride = c.copy_kv ? c.v_dim : c.v_strides[2];
-      // What is asked for during the products, in the order of need: V of this tile (where copies are made before the
-      // products, of the next one), Q of the next panel, K of the next tile or, after the last one, the panel's
-      // results.
-      const int64_t next_keys = min_of(b + 2 * c.block_kv, end) - tile_end;
-      upcoming next_v = rows_ahead<D>(c, c.v, c.v_strides, task.batch, kv_head, c.copy_kv ? tile_end : tile_begin,
-                                      c.copy_kv ? next_keys : tile_end - tile_begin, c.v_dim);
-      upcoming next_k = rows_ahead<D>(c, c.k, c.k_strides, task.batch, kv_head, tile_end, next_keys, c.head_dim);
+      const key_tile tile{tile_begin,
+                          tile_end,
+                          min_of(b + 2 * c.block_kv, end),
+                          first,
+                          last,
+                          {k, c.copy_kv ? c.head_dim : c.k_strides[2]},
+                          {v, c.copy_kv ? c.v_dim : c.v_strides[2]}};
+      // V of this tile is asked for during the first product; where copies are made before it, of the next tile.
+      ahead.add(rows_ahead<D>(c, c.v, c.v_strides, task.batch, kv_head, c.copy_kv ? tile_end : tile_begin,
+                              c.copy_kv ? tile.next_end - tile_end : tile_end - tile_begin, c.v_dim));
       for (int64_t i = first; i < last; ++i) {
         panel<T>& x = p[i];
-        const tile_at t{
-            task.batch, kv_head, x.row, x.count, max_of(tile_begin, x.clip.begin), min_of(tile_end, x.clip.end)};
-        if (t.keys() <= 0) continue;
+        if (min_of(tile_end, x.clip().end) <= max_of(tile_begin, x.clip().begin)) continue;
         if (!x.packed) pack_q<D>(c, task.batch, kv_head, x);
         x.packed = true;
-        const T* kt = k + (t.begin - tile_begin) * k_stride;
-        const T* vt = v + (t.begin - tile_begin) * v_stride;
-        upcoming next;
-        if (i + 1 < last && !p[i + 1].packed) {
-          next = panel_rows(c.q, c.q_strides, p[i + 1], c.head_dim);
-        } else if (next_keys <= 0) {
-          next = panel_rows(c.out, c.out_strides, x, c.chunks > 1 ? 0 : c.v_dim);
-        } else {
-          next = next_k;
-          next_k = {};
-        }
         switch (x.vectors) {
           case 1:
-            attend<1>(x, t, kt, k_stride, vt, v_stride, careful, next_v, next);
+            attend<1>(i, tile, careful);
             break;
           case 2:
-            attend<2>(x, t, kt, k_stride, vt, v_stride, careful, next_v, next);
+            attend<2>(i, tile, careful);
             break;
           default:
-            attend<max_panel_vectors>(x, t, kt, k_stride, vt, v_stride, careful, next_v, next);
+            attend<max_panel_vectors>(i, tile, careful);
             break;
         }
-        next_v = {};
       }
     }
   }

@@ -42,7 +42,7 @@ struct decode_task {
   T* q;                  // [rows][k_dim]
   T* out;                // [rows][v_dim]
   T* scores;             // [rows][width]
-  bits<T>* words;        // [width / word_keys + 1][rows]
+  bits<T>* words;        // [width / word_keys + 1][whole vectors of rows]
   T* k_copy;
   T* v_copy;
   T* row_sums;  // [rows][w], to be added up
@@ -56,7 +56,7 @@ struct decode_task {
     out = from.take<T>(row_count * v_dim);
     scores = from.take<T>(row_count * width);
     row_sums = from.take<T>(row_count * w);
-    words = from.take<bits<T>>((width / word_keys + 1) * row_count);
+    words = from.take<bits<T>>((width / word_keys + 1) * round_up(row_count, w));
     k_copy = from.take<T>(c.copy_kv ? c.block_kv * k_dim : 0);
     v_copy = from.take<T>(c.copy_kv ? c.block_kv * v_dim : 0);
   }
@@ -349,7 +349,8 @@ struct decode_task {
       const int64_t padded = round_up(keys, w);
       bool restricted = false;
       if (c.mask != nullptr || c.key_mask != nullptr || t.begin < last.begin || t.end > first.end) {
-        const visibility see = see_tile<T>(c, at, t.batch, kv_head, t.row, rows, rows, t.begin, t.end, words);
+        const visibility see =
+            see_tile<T>(c, at, t.batch, kv_head, t.row, rows, round_up(rows, w), t.begin, t.end, words);
         if (see == visibility::none) continue;
         restricted = see == visibility::some;
       }
@@ -367,7 +368,7 @@ struct decode_task {
       }
       if (c.alibi_slopes != nullptr) alibi_pass_rows<T>(c, at, t, width, scores);
       if (c.bias != nullptr) bias_pass_rows<T>(c, t, width, scores);
-      if (restricted) visibility_pass_rows<T>(words, rows, padded, width, scores);
+      if (restricted) visibility_pass_rows<T>(words, round_up(rows, w), rows, padded, width, scores);
       for (int64_t i = keys; i < padded; ++i) {
         for (int64_t r = 0; r < rows; ++r) scores[r * width + i] = -infinity<T>;
       }

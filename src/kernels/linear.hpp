@@ -30,9 +30,10 @@ __attribute__((noinline)) void linear_piece(by_rows<T> x, const T* w, int64_t ro
   constexpr int64_t bytes = NV * lanes<T> * static_cast<int64_t>(sizeof(T));
   line_walk next({reinterpret_cast<const char*>(w) + depth * bytes, bytes, bytes, linear_depth<T>});
   T* const no_maximum = nullptr;
+  const whole_panel<const T, NV> packed{w};
   if (asks_ahead && rows >= 16 * tile)
-    return product_tiles<product_mode::add, tile, NV, asks_ahead>(x, w, rows, depth, y, no_maximum, next);
-  product_tiles<product_mode::add, tile, NV, false>(x, w, rows, depth, y, no_maximum, next);
+    return product_tiles<product_mode::add, tile, NV, asks_ahead>(x, packed, rows, depth, y, no_maximum, next);
+  product_tiles<product_mode::add, tile, NV, false>(x, packed, rows, depth, y, no_maximum, next);
 }
 
 template <class T, int NV>

@@ -31,6 +31,18 @@ struct row_of {
   }
 };
 
+inline constexpr int64_t most_lanes = 64;  // of a panel
+
+// fn(lane, row) for the lanes of rows from `row` on; those behind the last row get its row.
+template <class Fn>
+MH_INLINE void for_each_lane(const kernel_call& c, int64_t row, int64_t count, int64_t width, Fn fn) {
+  row_of r(c, row);
+  for (int64_t l = 0; l < width; ++l) {
+    fn(l, r);
+    if (l + 1 < count) r.step(c);
+  }
+}
+
 // What positions are made of, for one batch entry.
 struct positions {
   int64_t used;    // keys in use, without the extra keys
@@ -53,14 +65,20 @@ MH_INLINE positions positions_of(const kernel_call& c, int64_t batch) {
   return p;
 }
 
-// The keys that query i may attend as far as positions go. Both ends grow with i. May be empty with begin > end.
-MH_INLINE key_range range_of(const kernel_call& c, const positions& at, int64_t query) {
-  const int64_t p = query + at.offset;
-  key_range r{0, at.used};
-  if (c.causal) r.end = min_of(r.end, p + 1);
-  if (c.window_right >= 0) r.end = min_of(r.end, p + c.window_right + 1);
-  if (c.window_left >= 0) r.begin = max_of(0, p - c.window_left);
+// The keys that a position may attend as far as causality and the window go. Both ends grow with it.
+MH_INLINE key_range reach_of(const kernel_call& c, int64_t position) {
+  constexpr int64_t unlimited = int64_t{1} << 62;
+  key_range r{-unlimited, unlimited};
+  if (c.causal) r.end = position + 1;
+  if (c.window_right >= 0) r.end = min_of(r.end, position + c.window_right + 1);
+  if (c.window_left >= 0) r.begin = position - c.window_left;
   return r;
+}
+
+// Those of them that query i may attend: in use. May be empty with begin > end.
+MH_INLINE key_range range_of(const kernel_call& c, const positions& at, int64_t query) {
+  const key_range r = reach_of(c, query + at.offset);
+  return {max_of(0, r.begin), min_of(at.used, r.end)};
 }
 
 // Bits [begin, end) of a word, for any integers.
@@ -73,54 +91,96 @@ MH_INLINE uint32_t bit_range(int64_t begin, int64_t end) {
 
 enum class visibility { none, some, all };
 
-// Fills words[word * width + lane] for the rows [row, row + count) of a kv head against keys [begin, end). Lanes
-// count..width-1 (padding) see everything. Says whether the rows see none, some or all of the tile.
+inline constexpr int64_t most_tile_keys = 128;
+
+// The same for each lane.
 template <class T>
-MH_INLINE visibility see_tile(const kernel_call& c, const positions& at, int64_t batch, int64_t kv_head, int64_t row,
-                              int64_t count, int64_t width, int64_t begin, int64_t end, bits<T>* words) {
-  const int64_t ordinary_keys = c.kv_len - c.extra_keys;  // those that masks speak of
-  uint32_t any = 0;
-  uint32_t hidden = 0;
-  for (int64_t first = begin; first < end; first += word_keys, words += width) {
-    const int64_t n = min_of(word_keys, end - first);
-    const uint32_t full = bit_range(0, n);
-    const uint32_t extra = bit_range(ordinary_keys - first, n);
-    const int64_t masked = min_of(n, ordinary_keys - first);  // keys of this word that masks speak of, may be <= 0
-    uint32_t shared = full;
-    if (c.key_mask != nullptr && masked > 0) {
-      shared = nonzero_bytes(c.key_mask + batch * c.key_mask_strides[0] + first * c.key_mask_strides[1],
-                             c.key_mask_strides[1], masked);
-    }
-    int64_t last_query = -1;
-    const uint8_t* last_mask = nullptr;
-    uint32_t in_range = 0;
-    uint32_t in_mask = full;
-    row_of at_lane(c, row);
-    for (int64_t lane = 0; lane < width; ++lane) {
-      uint32_t w = full;
-      if (lane < count) {
-        const int64_t query = at_lane.query;
-        if (query != last_query) {
-          const key_range r = range_of(c, at, query);
-          in_range = bit_range(r.begin - first, r.end - first);
-          last_query = query;
-        }
-        const int64_t head = kv_head * c.group + at_lane.member;
-        at_lane.step(c);
-        if (c.mask != nullptr && masked > 0) {
-          const uint8_t* m = c.mask + batch * c.mask_strides[0] + head * c.mask_strides[1] + query * c.mask_strides[2] +
-                             first * c.mask_strides[3];
-          if (m != last_mask) in_mask = nonzero_bytes(m, c.mask_strides[3], masked);
-          last_mask = m;
-        }
-        w = ((in_range & shared & in_mask) | extra) & full;
-        any |= w;
-        hidden |= w ^ full;
-      }
-      words[lane] = w;
+MH_INLINE xsimd::batch<bits<T>, MH_ARCH> bit_range(signed_vec<T> begin, signed_vec<T> end) {
+  using U = xsimd::batch<bits<T>, MH_ARCH>;
+  const auto from = [](signed_vec<T> x) MH_INLINE_LAMBDA {  // bits x and up
+    const signed_vec<T> last(word_keys - 1);
+    const U some = U(~bits<T>(0)) << xsimd::bitwise_cast<bits<T>>(xsimd::max(signed_vec<T>(0), xsimd::min(x, last)));
+    return xsimd::select(xsimd::batch_bool_cast<bits<T>>(x > last), U(bits<T>(0)), some);
+  };
+  return xsimd::bitwise_andnot(from(begin), from(end));
+}
+
+// Fills words[word * width + lane] for the rows [row, row + count) of a kv head against keys [begin, end), at most
+// most_tile_keys. width is a multiple of the lanes; those behind the last row see what it sees. Says whether the rows
+// see none, some or all of the tile.
+template <class T>
+__attribute__((noinline)) visibility see_tile(const kernel_call& c, const positions& at, int64_t batch, int64_t kv_head,
+                                              int64_t row, int64_t count, int64_t width, int64_t begin, int64_t end,
+                                              bits<T>* words) {
+  using U = xsimd::batch<bits<T>, MH_ARCH>;
+  using I = signed_vec<T>;
+  using integer = typename I::value_type;
+  constexpr int64_t most_words = most_tile_keys / word_keys;
+  const int64_t masked = min_of(end, c.kv_len - c.extra_keys) - begin;  // keys that masks speak of, may be <= 0
+  // Of each word: its keys, those that masks do not speak of, those that the key mask leaves.
+  bits<T> full[most_words], extra[most_words], shared[most_words];
+  int64_t n = 0;
+  for (int64_t first = 0; first < end - begin; first += word_keys, ++n) {
+    full[n] = bit_range(0, end - begin - first);
+    extra[n] = full[n] & ~bit_range(0, masked - first);
+    shared[n] = full[n];
+    if (c.key_mask != nullptr && first < masked) {
+      shared[n] = nonzero_bytes(c.key_mask + batch * c.key_mask_strides[0] + (begin + first) * c.key_mask_strides[1],
+                                c.key_mask_strides[1], min_of(word_keys, masked - first));
     }
   }
-  return any == 0 ? visibility::none : hidden == 0 ? visibility::all : visibility::some;
+
+  // Positions: ranges are those of the first query, moved by as many keys as a row's query lies behind it.
+  alignas(64) integer behind[most_lanes];
+  const int64_t first_query = row / c.group;
+  for_each_lane(c, row, count, width,
+                [&](int64_t l, const row_of& r) { behind[l] = static_cast<integer>(r.query - first_query); });
+  const auto near = [&](int64_t key) MH_INLINE_LAMBDA {
+    constexpr int64_t far = 1 << 20;
+    return I(static_cast<integer>(max_of(-far, min_of(key - begin, far))));
+  };
+  const key_range reach = reach_of(c, first_query + at.offset);
+  const I reach_begin = near(reach.begin), reach_end = near(reach.end), used = near(at.used);
+  for (int64_t l = 0; l < width; l += lanes<T>) {
+    const I moved = I::load_aligned(behind + l);
+    I from = reach_begin + moved;
+    I to = xsimd::min(used, reach_end + moved);
+    for (int64_t i = 0; i < n; ++i) {
+      ((bit_range<T>(from, to) & U(shared[i])) | U(extra[i])).store_unaligned(words + i * width + l);
+      from = from - I(word_keys);
+      to = to - I(word_keys);
+    }
+  }
+
+  if (c.mask != nullptr && masked > 0) {
+    const uint8_t* base = c.mask + batch * c.mask_strides[0] + begin * c.mask_strides[3];
+    const uint8_t* last = nullptr;
+    bits<T> open[most_words];
+    for_each_lane(c, row, count, width, [&](int64_t l, const row_of& r) MH_INLINE_LAMBDA {
+      const uint8_t* mask = base + (kv_head * c.group + r.member) * c.mask_strides[1] + r.query * c.mask_strides[2];
+      for (int64_t i = 0, first = 0; i < n; ++i, first += word_keys) {
+        if (mask != last) {
+          open[i] = extra[i];
+          if (first < masked)
+            open[i] |=
+                nonzero_bytes(mask + first * c.mask_strides[3], c.mask_strides[3], min_of(word_keys, masked - first));
+        }
+        words[i * width + l] &= open[i];
+      }
+      last = mask;
+    });
+  }
+
+  U any(bits<T>(0)), hidden(bits<T>(0));
+  for (int64_t i = 0; i < n; ++i) {
+    for (int64_t l = 0; l < width; l += lanes<T>) {
+      const U word = U::load_unaligned(words + i * width + l);
+      any = any | word;
+      hidden = hidden | (word ^ U(full[i]));
+    }
+  }
+  const U none(bits<T>(0));
+  return xsimd::all(any == none) ? visibility::none : xsimd::all(hidden == none) ? visibility::all : visibility::some;
 }
 
 }  // namespace

@@ -255,8 +255,8 @@ struct matrix_task {
     int64_t end = 0;
     for (int64_t i = 0; i < panels; ++i) {
       clear_panel(p[i]);
-      begin = min_of(begin, p[i].clip.begin);
-      end = max_of(end, p[i].clip.end);
+      begin = min_of(begin, p[i].clip().begin);
+      end = max_of(end, p[i].clip().end);
     }
     begin = max_of(begin, task.chunk * c.chunk_keys);
     // Tiles hold the same keys whatever the panels of the task, so that results do not depend on task sizes.
@@ -269,9 +269,13 @@ struct matrix_task {
       pack_values(b, tile_end);
       for (int64_t i = 0; i < panels; ++i) {
         panel<T>& x = p[i];
-        const int64_t from = max_of(b, x.clip.begin);
-        const tile_at t{
-            task.batch, kv_head, x.row, x.count, b + (from - b) / unit_step * unit_step, min_of(tile_end, x.clip.end)};
+        const int64_t from = max_of(b, x.clip().begin);
+        const tile_at t{task.batch,
+                        kv_head,
+                        x.row,
+                        x.count,
+                        b + (from - b) / unit_step * unit_step,
+                        min_of(tile_end, x.clip().end)};
         if (t.end <= from) continue;
         if (!x.packed) pack_rows(x);
         x.packed = true;

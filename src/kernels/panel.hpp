@@ -25,15 +25,16 @@ template <class T>
 struct panel {
   int64_t row, count;  // rows [row, row + count)
   int vectors;
-  bool packed;      // q is there
-  bool started;     // out holds something
-  key_range clip;   // keys that any row may attend
-  key_range whole;  // keys that every row may attend, as far as positions go
-  T* q;             // [head_dim][width]
-  T* out;           // [v_dim][width]
-  T* row_max;       // [width]
-  T* row_sum;       // [width]
+  bool packed;                         // q is there
+  bool started;                        // out holds something
+  key_range reach[max_panel_vectors];  // keys that any row of a vector may attend
+  key_range whole;                     // keys that every row may attend, as far as positions go
+  T* q;                                // [head_dim][width]
+  T* out;                              // [v_dim][width]
+  T* row_max;                          // [width]
+  T* row_sum;                          // [width]
   MH_INLINE int64_t width() const { return vectors * lanes<T>; }
+  MH_INLINE key_range clip() const { return {reach[0].begin, reach[vectors - 1].end}; }  // keys that any row may attend
 };
 
 // What panels share while a tile is worked on.
@@ -123,10 +124,12 @@ MH_INLINE void place_panel(const kernel_call& c, const positions& at, int64_t ro
   p.count = min_of(p.width(), end - row);
   p.packed = false;
   p.started = false;
-  const key_range first = range_of(c, at, row / c.group);
-  const key_range last = range_of(c, at, (row + p.count - 1) / c.group);
-  p.clip = {first.begin, c.extra_keys > 0 ? c.kv_len : last.end};
-  p.whole = {last.begin, first.end};
+  for (int v = 0; v < vectors; ++v) {
+    const key_range first = range_of(c, at, (row + min_of(v * lanes<T>, p.count - 1)) / c.group);
+    const key_range last = range_of(c, at, (row + min_of((v + 1) * lanes<T>, p.count) - 1) / c.group);
+    p.reach[v] = {first.begin, c.extra_keys > 0 ? c.kv_len : last.end};
+  }
+  p.whole = {range_of(c, at, (row + p.count - 1) / c.group).begin, range_of(c, at, row / c.group).end};
 }
 
 // Nothing attended yet.
@@ -181,7 +184,10 @@ MH_INLINE void change_scores(const kernel_call& c, const positions& at, const ti
   if (c.softcap > 0) softcap_pass<T>(c, s, t.keys() * width);
   if (c.alibi_slopes != nullptr) alibi_pass_transposed<T>(c, at, t, width, s);
   if (c.bias != nullptr) bias_pass_transposed<T>(c, t, width, s);
-  if (see == visibility::some) visibility_pass_transposed<T>(scratch.words, t.keys(), width, s);
+  if (see == visibility::some) {
+    for (int v = 0; v < NV; ++v) vec<T>(-infinity<T>).store_aligned(scratch.tile_max + v * w);
+    return visibility_pass_transposed<T>(scratch.words, t.keys(), width, s, scratch.tile_max);
+  }
   vec<T> top[NV];
 #pragma GCC unroll 4
   for (int v = 0; v < NV; ++v) top[v] = vec<T>(-infinity<T>);
@@ -193,19 +199,59 @@ MH_INLINE void change_scores(const kernel_call& c, const positions& at, const ti
   for (int v = 0; v < NV; ++v) top[v].store_aligned(scratch.tile_max + v * w);
 }
 
+// What each vector of a panel reaches of a tile, in steps of 16 keys, whole tiles of the product. False: all reach all.
+template <class T, int NV>
+MH_INLINE bool stairs_of(const panel<T>& p, const tile_at& t, stairs<NV>& reached) {
+  bool uneven = false;
+  for (int v = 0; v < NV; ++v) {
+    reached.begin[v] = max_of(0, min_of(p.reach[v].begin / 16 * 16 - t.begin, t.keys()));
+    reached.end[v] = max_of(0, min_of(round_up(p.reach[v].end, 16) - t.begin, t.keys()));
+    uneven = uneven || reached.begin[v] > 0 || reached.end[v] < t.keys();
+  }
+  if (reached.begin[NV - 1] > reached.end[0]) {
+    for (int v = 0; v < NV; ++v) reached.begin[v] = 0;
+  }
+  return uneven;
+}
+
+// S^T of a tile for those vectors that reach it. What others hold is whatever was there: no row sees it.
+template <class T, int NV>
+MH_INLINE void scores_on_stairs(by_rows<T> k, const panel<T>& p, int64_t head_dim, const tile_scratch<T>& scratch,
+                                lines_ahead* ahead, const stairs<NV>& reached) {
+  const auto some = [&]<int V0, int V1>(int64_t first, int64_t last) MH_INLINE_LAMBDA {
+    if (first >= last) return;
+    constexpr int64_t width = NV * lanes<T>;
+    const in_panel<const T> q{p.q + V0 * lanes<T>, width};
+    const in_panel<T> s{scratch.scores + first * width + V0 * lanes<T>, width};
+    product<product_mode::set, V1 - V0>(k.from(first), q, last - first, head_dim, s, scratch.tile_max, ahead);
+  };
+  if constexpr (NV > 1) some.template operator()<0, 1>(reached.begin[0], reached.begin[1]);
+  if constexpr (NV > 2) some.template operator()<0, 2>(reached.begin[1], reached.begin[2]);
+  some.template operator()<0, NV>(reached.begin[NV - 1], reached.end[0]);
+  if constexpr (NV > 1) some.template operator()<1, NV>(reached.end[0], reached.end[1]);
+  if constexpr (NV > 2) some.template operator()<2, NV>(reached.end[1], reached.end[2]);
+}
+
 // S^T of a tile with everything that changes scores, and its column maxima. `none`: no row attends any of the keys;
 // nothing is written.
 template <class T, int NV>
 MH_INLINE visibility scores_of(const kernel_call& c, const positions& at, const panel<T>& p, const tile_at& t,
-                               by_rows<T> k, const tile_scratch<T>& scratch, upcoming next = {}) {
+                               by_rows<T> k, const tile_scratch<T>& scratch, lines_ahead* ahead = nullptr,
+                               const stairs<NV>* reached = nullptr) {
   const visibility see = see_panel<T>(c, at, p, t, scratch);
   if (see == visibility::none) return see;
+  const whole_panel<const T, NV> q{p.q};
+  const whole_panel<T, NV> s{scratch.scores};
   if (see == visibility::all && !has_score_passes(c)) {
     for (int v = 0; v < NV; ++v) vec<T>(-infinity<T>).store_aligned(scratch.tile_max + v * lanes<T>);
-    product<product_mode::set_max, NV>(k, p.q, t.keys(), c.head_dim, scratch.scores, scratch.tile_max, next);
+    product<product_mode::set_max, NV>(k, q, t.keys(), c.head_dim, s, scratch.tile_max, ahead);
     return see;
   }
-  product<product_mode::set, NV>(k, p.q, t.keys(), c.head_dim, scratch.scores, scratch.tile_max, next);
+  if (reached != nullptr) {
+    scores_on_stairs<T, NV>(k, p, c.head_dim, scratch, ahead, *reached);
+  } else {
+    product<product_mode::set, NV>(k, q, t.keys(), c.head_dim, s, scratch.tile_max, ahead);
+  }
   change_scores<T, NV>(c, at, t, see, scratch);
   return see;
 }

@@ -55,15 +55,32 @@ struct by_columns {
   int64_t stride;
   MH_INLINE T at(int64_t m, int64_t k) const { return base[k * stride + m]; }
   MH_INLINE by_columns from(int64_t m) const { return {base + m, stride}; }
+  MH_INLINE by_columns after(int64_t k) const { return {base + k * stride, stride}; }
 };
 
-// Where C lies: in a panel, NV vectors a row, or in rows `stride` apart, at any address.
+// A panel of NV vectors: rows of whole vectors.
 template <class T, int NV>
-struct to_panel {
+struct whole_panel {
   T* base;
-  MH_INLINE vec<T> get(int64_t m, int64_t v) const { return vec<T>::load_aligned(base + (m * NV + v) * lanes<T>); }
-  MH_INLINE void set(int64_t m, int64_t v, vec<T> x) const { x.store_aligned(base + (m * NV + v) * lanes<T>); }
-  MH_INLINE to_panel from(int64_t m) const { return {base + m * NV * lanes<T>}; }
+  static constexpr int64_t width = NV * lanes<std::remove_const_t<T>>;
+};
+
+// Some vectors of a panel that is `width` wide. The loop over its rows then counts for itself: 2 % slower.
+template <class T>
+struct in_panel {
+  T* base;
+  int64_t width;
+};
+
+// Where C lies: in a panel, or in rows `stride` apart, at any address.
+template <class T, class Panel>
+struct to_panel {
+  Panel panel;
+  int64_t row;
+  MH_INLINE T* at(int64_t m, int64_t v) const { return panel.base + (row + m) * panel.width + v * lanes<T>; }
+  MH_INLINE vec<T> get(int64_t m, int64_t v) const { return vec<T>::load_aligned(at(m, v)); }
+  MH_INLINE void set(int64_t m, int64_t v, vec<T> x) const { x.store_aligned(at(m, v)); }
+  MH_INLINE to_panel from(int64_t m) const { return {panel, row + m}; }
 };
 template <class T>
 struct to_rows {
@@ -94,15 +111,23 @@ struct line_walk {
   const char* end;
   int64_t gap;  // from the end of a row to the next one
   int64_t stride;
+  const upcoming* more;  // those to come after these, up to `last`
+  const upcoming* last;
 
-  MH_INLINE explicit line_walk(const upcoming& x)
+  MH_INLINE explicit line_walk(const upcoming& x, const upcoming* next = nullptr, const upcoming* stop = nullptr)
       : at(x.base),
         row_end(x.base + x.bytes),
         end(x.stride > 0 ? x.base + x.rows * x.stride : x.base),
         gap(x.stride - x.bytes),
-        stride(x.stride) {}
+        stride(x.stride),
+        more(next),
+        last(stop) {}
+  MH_INLINE bool done() const { return at >= end; }
+  MH_INLINE void turn() {
+    if (done() && more != last) *this = line_walk(*more, more + 1, last);
+  }
   MH_INLINE void step() {
-    if (at >= end) return;
+    if (done()) return;
     __builtin_prefetch(at, 0, 2);
     at += 64;
     if (at >= row_end) {
@@ -112,6 +137,28 @@ struct line_walk {
   }
 };
 
+// What is needed soon, in the order of need. Products ask for a line a step, and go on where the one before stopped.
+class lines_ahead {
+ public:
+  lines_ahead() = default;
+  lines_ahead(const lines_ahead&) = delete;
+  lines_ahead& operator=(const lines_ahead&) = delete;
+
+  MH_INLINE void add(const upcoming& x) {
+    if (x.rows <= 0) return;
+    if (walk.done() && walk.more == walk.last) walk.more = walk.last = rows_;
+    if (walk.last == rows_ + most) return;  // so much is never asked for in time
+    rows_[walk.last++ - rows_] = x;
+  }
+  MH_INLINE bool empty() const { return walk.done() && walk.more == walk.last; }
+
+  line_walk walk{upcoming{}, rows_, rows_};
+
+ private:
+  static constexpr int most = 8;
+  upcoming rows_[most];
+};
+
 // Emulated vectors have nothing to gain, and take minutes to compile.
 #if XSIMD_WITH_EMULATED
 inline constexpr bool asks_ahead = false;
@@ -119,46 +166,66 @@ inline constexpr bool asks_ahead = false;
 inline constexpr bool asks_ahead = true;
 #endif
 
+// Where the vectors of a panel do not all reach all of the depth (keys beyond the diagonal of a causal problem, or outside
+// a window): vector v has B in steps [begin[v], end[v]) only. Both grow with v, and all begin before the first ends.
+template <int NV>
+struct stairs {
+  int64_t begin[NV], end[NV];
+};
+struct no_stairs {};
+
 // Ahead: `next` has lines to ask for, one a step.
-template <product_mode Mode, int M, int NV, bool Ahead, class T, class A, class C>
-MH_INLINE void product_tile(A a, const T* b, int64_t depth, C c, T* column_max, line_walk& next) {
-  using B = vec<T>;
+template <product_mode Mode, int M, int NV, bool Ahead, class T, class A, class B, class C, class Stairs>
+MH_INLINE void product_tile(A a, B b, int64_t depth, C c, T* column_max, line_walk& next, const Stairs& reached) {
   constexpr int64_t w = lanes<T>;
-  constexpr int64_t width = NV * w;
-  B acc[M][NV];
+  vec<T> acc[M][NV];
 #pragma GCC unroll 16
   for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 4
-    for (int v = 0; v < NV; ++v) acc[m][v] = B(T(0));
+    for (int v = 0; v < NV; ++v) acc[m][v] = vec<T>(T(0));
   }
+  // Steps [first, last) for vectors [V0, V1).
+  const auto sum = [&]<int V0, int V1>(int64_t first, int64_t last) MH_INLINE_LAMBDA {
   // Two steps a turn: the counting of a turn takes slots that the multiply-adds could have.
 #if !XSIMD_WITH_EMULATED
 #pragma GCC unroll 2
 #endif
-  for (int64_t k = 0; k < depth; ++k) {
-    if constexpr (Ahead) next.step();
-    B bk[NV];
+    for (int64_t k = first; k < last; ++k) {
+      if constexpr (Ahead) next.step();
+      const T* const row = b.base + k * b.width;
+      vec<T> bk[NV];
 #pragma GCC unroll 4
-    for (int v = 0; v < NV; ++v) bk[v] = B::load_aligned(b + k * width + v * w);
+      for (int v = V0; v < V1; ++v) bk[v] = vec<T>::load_aligned(row + v * w);
 #pragma GCC unroll 16
-    for (int m = 0; m < M; ++m) {
-      const B am(a.at(m, k));
+      for (int m = 0; m < M; ++m) {
+        const vec<T> am(a.at(m, k));
 #pragma GCC unroll 4
-      for (int v = 0; v < NV; ++v) {
-        if constexpr (Mode == product_mode::add_signed) {
-          const auto masked =
-              xsimd::bitwise_cast<bits<T>>(bk[v]) >= xsimd::batch<bits<T>, MH_ARCH>(bits<T>(1) << (8 * sizeof(T) - 1));
-          acc[m][v] = xsimd::select(xsimd::batch_bool_cast<T>(masked), acc[m][v], xsimd::fma(am, bk[v], acc[m][v]));
-        } else {
-          acc[m][v] = xsimd::fma(am, bk[v], acc[m][v]);
+        for (int v = V0; v < V1; ++v) {
+          if constexpr (Mode == product_mode::add_signed) {
+            const auto masked = xsimd::bitwise_cast<bits<T>>(bk[v]) >=
+                                xsimd::batch<bits<T>, MH_ARCH>(bits<T>(1) << (8 * sizeof(T) - 1));
+            acc[m][v] = xsimd::select(xsimd::batch_bool_cast<T>(masked), acc[m][v], xsimd::fma(am, bk[v], acc[m][v]));
+          } else {
+            acc[m][v] = xsimd::fma(am, bk[v], acc[m][v]);
+          }
         }
       }
     }
+  };
+  if constexpr (std::is_same_v<Stairs, no_stairs>) {
+    sum.template operator()<0, NV>(0, depth);
+  } else {
+    // Up: 1, 2, ... vectors; then without the first, the first two, ...
+    if constexpr (NV > 1) sum.template operator()<0, 1>(reached.begin[0], reached.begin[1]);
+    if constexpr (NV > 2) sum.template operator()<0, 2>(reached.begin[1], reached.begin[2]);
+    sum.template operator()<0, NV>(reached.begin[NV - 1], reached.end[0]);
+    if constexpr (NV > 1) sum.template operator()<1, NV>(reached.end[0], reached.end[1]);
+    if constexpr (NV > 2) sum.template operator()<2, NV>(reached.end[1], reached.end[2]);
   }
 #pragma GCC unroll 4
   for (int v = 0; v < NV; ++v) {
-    B top;
-    if constexpr (Mode == product_mode::set_max) top = B::load_aligned(column_max + v * w);
+    vec<T> top;
+    if constexpr (Mode == product_mode::set_max) top = vec<T>::load_aligned(column_max + v * w);
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
       if constexpr (Mode == product_mode::add || Mode == product_mode::add_signed) acc[m][v] = acc[m][v] + c.get(m, v);
@@ -170,25 +237,33 @@ MH_INLINE void product_tile(A a, const T* b, int64_t depth, C c, T* column_max, 
 }
 
 // All `rows` rows of C, in tiles of M rows and then of M / 2, ... 1.
-template <product_mode Mode, int M, int NV, bool Ahead, class T, class A, class C>
-MH_INLINE void product_tiles(A a, const T* b, int64_t rows, int64_t depth, C c, T* column_max, line_walk& next) {
+template <product_mode Mode, int M, int NV, bool Ahead, class T, class A, class B, class C, class Stairs = no_stairs>
+MH_INLINE void product_tiles(A a, B b, int64_t rows, int64_t depth, C c, T* column_max, line_walk& next,
+                             const Stairs& reached = {}) {
   int64_t m = 0;
-  for (; m + M <= rows; m += M) product_tile<Mode, M, NV, Ahead>(a.from(m), b, depth, c.from(m), column_max, next);
+  for (; m + M <= rows; m += M) {
+    if constexpr (Ahead) next.turn();
+    product_tile<Mode, M, NV, Ahead>(a.from(m), b, depth, c.from(m), column_max, next, reached);
+  }
   if constexpr (M > 1) {
     if (m < rows)
       product_tiles<Mode, (M == 12 || M == 6 ? M / 3 * 2 : M / 2), NV, Ahead>(a.from(m), b, rows - m, depth, c.from(m),
-                                                                              column_max, next);
+                                                                              column_max, next, reached);
   }
 }
 
-template <product_mode Mode, int NV, class T, class A>
-__attribute__((noinline)) void product(A a, const T* b, int64_t rows, int64_t depth, T* c, T* column_max,
-                                       upcoming next = {}) {
-  line_walk lines(next);
-  const to_panel<T, NV> to{c};
-  if (asks_ahead && next.rows > 0)
-    return product_tiles<Mode, tile_rows<NV>, NV, asks_ahead>(a, b, rows, depth, to, column_max, lines);
-  product_tiles<Mode, tile_rows<NV>, NV, false>(a, b, rows, depth, to, column_max, lines);
+// B and C: NV vectors of a panel. column_max: of those, for set_max.
+template <product_mode Mode, int NV, class T, class A, class B, class C, class Stairs = no_stairs>
+__attribute__((noinline)) void product(A a, B b, int64_t rows, int64_t depth, C c, T* column_max,
+                                       lines_ahead* ahead = nullptr, const Stairs& reached = {}) {
+  const to_panel<T, C> to{c, 0};
+  line_walk next = ahead != nullptr ? ahead->walk : line_walk(upcoming{});
+  if (asks_ahead && ahead != nullptr && !ahead->empty()) {
+    product_tiles<Mode, tile_rows<NV>, NV, asks_ahead>(a, b, rows, depth, to, column_max, next, reached);
+    ahead->walk = next;
+    return;
+  }
+  product_tiles<Mode, tile_rows<NV>, NV, false>(a, b, rows, depth, to, column_max, next, reached);
 }
 
 }  // namespace

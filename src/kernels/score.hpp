@@ -17,39 +17,36 @@ struct tile_at {
   int64_t count;       // rows that exist
   int64_t begin, end;  // keys
   MH_INLINE int64_t keys() const { return end - begin; }
-  MH_INLINE int64_t query(const kernel_call& c, int64_t lane) const { return (row + lane) / c.group; }
-  MH_INLINE int64_t head(const kernel_call& c, int64_t lane) const {
-    return kv_head * c.group + (row + lane) % c.group;
-  }
+  MH_INLINE int64_t head(const kernel_call& c, const row_of& r) const { return kv_head * c.group + r.member; }
 };
 
 MH_INLINE bool has_score_passes(const kernel_call& c) {
   return c.softcap > 0 || c.alibi_slopes != nullptr || c.bias != nullptr;
 }
 
-inline constexpr int64_t most_lanes = 64;  // of a panel
-
-// fn(lane, row) for the lanes of a panel; those behind the last row get its row.
-template <class Fn>
-MH_INLINE void for_each_lane(const kernel_call& c, const tile_at& t, int64_t width, Fn fn) {
-  row_of r(c, t.row);
-  for (int64_t l = 0; l < width; ++l) {
-    fn(l, r);
-    if (l + 1 < t.count) r.step(c);
-  }
-}
-
 // Any layout: n contiguous scores, n a multiple of the lanes.
 template <class T>
 __attribute__((noinline)) void softcap_pass(const kernel_call& c, T* s, int64_t n) {
+  constexpr int64_t w = lanes<T>;
   const vec<T> cap(static_cast<T>(c.softcap));
   const vec<T> inverse(static_cast<T>(1.0 / c.softcap));
-  for (int64_t i = 0; i < n; i += lanes<T>) store<T>(s + i, cap * tanh_of<T>(load(s + i) * inverse));
+  const auto some = [&]<int N>(T* p) MH_INLINE_LAMBDA {
+    vec<T> x[N];
+#pragma GCC unroll 16
+    for (int i = 0; i < N; ++i) x[i] = load(p + i * w) * inverse;
+    tanh_of<T, N>(x);
+#pragma GCC unroll 16
+    for (int i = 0; i < N; ++i) store<T>(p + i * w, cap * x[i]);
+  };
+  constexpr int at_once = exp2_vectors;
+  int64_t i = 0;
+  for (; i + at_once * w <= n; i += at_once * w) some.template operator()<at_once>(s + i);
+  for (; i < n; i += w) some.template operator()<1>(s + i);
 }
 
 template <class T>
-MH_INLINE T slope_of(const kernel_call& c, const tile_at& t, int64_t lane) {
-  return static_cast<const T*>(c.alibi_slopes)[t.batch * c.alibi_batch_stride + t.head(c, lane)];
+MH_INLINE T slope_of(const kernel_call& c, const tile_at& t, const row_of& r) {
+  return static_cast<const T*>(c.alibi_slopes)[t.batch * c.alibi_batch_stride + t.head(c, r)];
 }
 
 // s + slope * (key - position), or s - slope * |position - key|; `distance` is position - key.
@@ -64,8 +61,8 @@ __attribute__((noinline)) void alibi_pass_transposed(const kernel_call& c, const
   const bool is_signed = c.alibi_mode == MH_ALIBI_SIGNED;
   alignas(64) T slope[most_lanes];
   alignas(64) T position[most_lanes];
-  for_each_lane(c, t, width, [&](int64_t l, const row_of& r) {
-    slope[l] = static_cast<const T*>(c.alibi_slopes)[t.batch * c.alibi_batch_stride + t.kv_head * c.group + r.member];
+  for_each_lane(c, t.row, t.count, width, [&](int64_t l, const row_of& r) {
+    slope[l] = slope_of<T>(c, t, r);
     position[l] = static_cast<T>(r.query + at.offset - t.begin);  // relative to the tile: exact where it matters
   });
   for (int64_t l0 = 0; l0 < width; l0 += lanes<T>) {
@@ -84,9 +81,10 @@ __attribute__((noinline)) void alibi_pass_rows(const kernel_call& c, const posit
   const bool is_signed = c.alibi_mode == MH_ALIBI_SIGNED;
   alignas(64) T index[lanes<T>];
   for (int64_t l = 0; l < lanes<T>; ++l) index[l] = static_cast<T>(l);
-  for (int64_t lane = 0; lane < t.count; ++lane) {
-    const vec<T> slope(slope_of<T>(c, t, lane));
-    vec<T> distance = vec<T>(static_cast<T>(t.query(c, lane) + at.offset - t.begin)) - load(index);
+  row_of r(c, t.row);
+  for (int64_t lane = 0; lane < t.count; ++lane, r.step(c)) {
+    const vec<T> slope(slope_of<T>(c, t, r));
+    vec<T> distance = vec<T>(static_cast<T>(r.query + at.offset - t.begin)) - load(index);
     for (int64_t k = 0; k < t.keys(); k += lanes<T>) {
       T* p = s + lane * width + k;
       store<T>(p, alibi_of<T>(load(p), slope, distance, is_signed));
@@ -102,16 +100,23 @@ MH_INLINE vec<T> biased(vec<T> s, vec<T> b) {
   return xsimd::select(b == closed, closed, s + b);
 }
 
-MH_INLINE int64_t bias_offset(const kernel_call& c, const tile_at& t, int64_t lane) {
-  return t.batch * c.bias_strides[0] + t.head(c, lane) * c.bias_strides[1] + t.query(c, lane) * c.bias_strides[2];
+MH_INLINE int64_t bias_offset(const kernel_call& c, const tile_at& t, const row_of& r) {
+  return t.batch * c.bias_strides[0] + t.head(c, r) * c.bias_strides[1] + r.query * c.bias_strides[2];
+}
+
+MH_INLINE int64_t bias_bytes(const kernel_call& c) {
+  return c.bias_dtype == MH_DTYPE_F64 ? 8 : c.bias_dtype == MH_DTYPE_F32 ? 4 : 2;
 }
 
 // n bias values of a row from key `first` on; direct where they lie as T, else through `buffer`.
 template <class T>
+MH_INLINE bool is_bias_in_place(const kernel_call& c) {
+  return c.bias_dtype == (sizeof(T) == 4 ? MH_DTYPE_F32 : MH_DTYPE_F64) && c.bias_strides[3] == 1;
+}
+template <class T>
 MH_INLINE const T* bias_row(const kernel_call& c, int64_t offset, int64_t first, int64_t n, T* buffer) {
-  constexpr int32_t own = sizeof(T) == 4 ? MH_DTYPE_F32 : MH_DTYPE_F64;
   const int64_t at = offset + first * c.bias_strides[3];
-  if (c.bias_dtype == own && c.bias_strides[3] == 1) return static_cast<const T*>(c.bias) + at;
+  if (is_bias_in_place<T>(c)) return static_cast<const T*>(c.bias) + at;
   widen_any<T>(c.bias_dtype, c.bias, at, c.bias_strides[3], n, buffer);
   return buffer;
 }
@@ -121,12 +126,10 @@ __attribute__((noinline)) void bias_pass_transposed(const kernel_call& c, const 
   constexpr int64_t w = lanes<T>;
   const int64_t keys = min_of(t.keys(), c.kv_len - c.extra_keys - t.begin);
   alignas(64) T buffer[w];
+  const bool in_place = is_bias_in_place<T>(c);
   const bool one_row = c.bias_strides[2] == 0 && (c.bias_strides[1] == 0 || c.group == 1);
   int64_t offset[most_lanes];
-  for_each_lane(c, t, width, [&](int64_t l, const row_of& r) {
-    offset[l] = t.batch * c.bias_strides[0] + (t.kv_head * c.group + r.member) * c.bias_strides[1] +
-                r.query * c.bias_strides[2];
-  });
+  for_each_lane(c, t.row, t.count, width, [&](int64_t l, const row_of& r) { offset[l] = bias_offset(c, t, r); });
   for (int64_t k0 = 0; k0 < keys; k0 += w) {
     const int64_t n = min_of(w, keys - k0);
     if (one_row) {
@@ -142,18 +145,24 @@ __attribute__((noinline)) void bias_pass_transposed(const kernel_call& c, const 
     }
     for (int64_t l0 = 0; l0 < width; l0 += w) {
       vec<T> rows[w];
-      for (int64_t l = 0; l < w; ++l) {
-        const T* b = bias_row<T>(c, offset[l0 + l], t.begin + k0, n, buffer);
-        if (n < w && b != buffer) {
-          memcpy(buffer, b, static_cast<size_t>(n) * sizeof(T));
-          b = buffer;
+      if (in_place && n == w) {
+        const T* b = static_cast<const T*>(c.bias) + t.begin + k0;
+#pragma GCC unroll 16
+        for (int64_t l = 0; l < w; ++l) rows[l] = load(b + offset[l0 + l]);
+      } else {
+        for (int64_t l = 0; l < w; ++l) {
+          const T* b = bias_row<T>(c, offset[l0 + l], t.begin + k0, n, buffer);
+          if (b != buffer) memcpy(buffer, b, static_cast<size_t>(n) * sizeof(T));
+          rows[l] = load(buffer);
         }
-        rows[l] = load(b);
       }
       transpose<T>(rows);
-      for (int64_t k = 0; k < n; ++k) {
-        T* p = s + (k0 + k) * width + l0;
-        store<T>(p, biased<T>(load(p), rows[k]));
+      T* p = s + k0 * width + l0;
+      if (n == w) {
+#pragma GCC unroll 16
+        for (int64_t k = 0; k < w; ++k) store<T>(p + k * width, biased<T>(load(p + k * width), rows[k]));
+      } else {
+        for (int64_t k = 0; k < n; ++k) store<T>(p + k * width, biased<T>(load(p + k * width), rows[k]));
       }
     }
   }
@@ -164,10 +173,11 @@ __attribute__((noinline)) void bias_pass_rows(const kernel_call& c, const tile_a
   constexpr int64_t w = lanes<T>;
   const int64_t keys = min_of(t.keys(), c.kv_len - c.extra_keys - t.begin);
   alignas(64) T buffer[w] = {};
-  for (int64_t lane = 0; lane < t.count; ++lane) {
+  row_of r(c, t.row);
+  for (int64_t lane = 0; lane < t.count; ++lane, r.step(c)) {
     for (int64_t k0 = 0; k0 < keys; k0 += w) {
       const int64_t n = min_of(w, keys - k0);
-      const T* b = bias_row<T>(c, bias_offset(c, t, lane), t.begin + k0, n, buffer);
+      const T* b = bias_row<T>(c, bias_offset(c, t, r), t.begin + k0, n, buffer);
       if (n < w) {  // later slots of the vector are extra keys or padding: add 0
         alignas(64) T part[w] = {};
         memcpy(part, b, static_cast<size_t>(n) * sizeof(T));
@@ -186,32 +196,49 @@ MH_INLINE vec<T> visible(vec<T> s, xsimd::batch<bits<T>, MH_ARCH> word, xsimd::b
   return xsimd::select(xsimd::batch_bool_cast<T>(hidden), vec<T>(-infinity<T>), s);
 }
 
+// Also raises tile_max to the largest score that a row sees: the tile is in hand anyway.
 template <class T>
-__attribute__((noinline)) void visibility_pass_transposed(const bits<T>* words, int64_t keys, int64_t width, T* s) {
+__attribute__((noinline)) void visibility_pass_transposed(const bits<T>* words, int64_t keys, int64_t width, T* s,
+                                                          T* tile_max) {
   using U = xsimd::batch<bits<T>, MH_ARCH>;
+  constexpr int chains = 4;  // of maxima: one would wait 4 cycles a key
   for (int64_t k0 = 0; k0 < keys; k0 += word_keys, words += width) {
     const int64_t n = min_of(word_keys, keys - k0);
     for (int64_t l = 0; l < width; l += lanes<T>) {
       const U word = U::load_unaligned(words + l);
-      for (int64_t k = 0; k < n; ++k) {
+      vec<T> top[chains];
+      for (vec<T>& x : top) x = vec<T>(-infinity<T>);
+      const auto see = [&](int64_t k, vec<T>& highest) MH_INLINE_LAMBDA {
         T* p = s + (k0 + k) * width + l;
-        store<T>(p, visible<T>(load(p), word, U(bits<T>(1) << k)));
+        const vec<T> x = visible<T>(load(p), word, U(bits<T>(1) << k));
+        store<T>(p, x);
+        highest = larger<T>(highest, x);
+      };
+      int64_t k = 0;
+      for (; k + chains <= n; k += chains) {
+#pragma GCC unroll 4
+        for (int i = 0; i < chains; ++i) see(k + i, top[i]);
       }
+      for (; k < n; ++k) see(k, top[0]);
+      vec<T> highest = load(tile_max + l);
+#pragma GCC unroll 4
+      for (const vec<T>& x : top) highest = larger<T>(highest, x);
+      store<T>(tile_max + l, highest);
     }
   }
 }
 
-// words[word * count + lane]; closes the padding behind the last key too.
+// words[word * words_width + lane]; closes the padding behind the last key too.
 template <class T>
-__attribute__((noinline)) void visibility_pass_rows(const bits<T>* words, int64_t count, int64_t keys, int64_t width,
-                                                    T* s) {
+__attribute__((noinline)) void visibility_pass_rows(const bits<T>* words, int64_t words_width, int64_t count,
+                                                    int64_t keys, int64_t width, T* s) {
   using U = xsimd::batch<bits<T>, MH_ARCH>;
   alignas(64) bits<T> bit[lanes<T>];
   for (int64_t l = 0; l < lanes<T>; ++l) bit[l] = bits<T>(1) << l;
   const U lane_bit = U::load_aligned(bit);
   for (int64_t lane = 0; lane < count; ++lane) {
     for (int64_t k = 0; k < keys; k += lanes<T>) {
-      const bits<T> word = words[k / word_keys * count + lane] >> (k % word_keys);
+      const bits<T> word = words[k / word_keys * words_width + lane] >> (k % word_keys);
       T* p = s + lane * width + k;
       store<T>(p, visible<T>(load(p), U(word), lane_bit));
     }

@@ -42,6 +42,8 @@ struct bits_of<double> {
 };
 template <class T>
 using bits = typename bits_of<T>::type;
+template <class T>
+using signed_vec = xsimd::batch<std::make_signed_t<bits<T>>, MH_ARCH>;
 
 MH_INLINE constexpr int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 MH_INLINE constexpr int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -130,18 +132,14 @@ template <>
 inline constexpr float exp2_terms<float, 5>[] = {1.32647271957e-3F, 9.67151263977e-3F, 5.55073374326e-2F,
                                                  2.40222420854e-1F, 6.93146977599e-1F, 1.0F};
 
-// N of them at once, step by step: one is a chain of a dozen dependent instructions of 4 cycles each, and the scheduler
-// sees too few chains ahead to fill the ports from them. Within 1 ulp for x in [-126, 127] (double: [-1022, 1023]); 0
-// below, NaN for NaN. Adding 1.5 * 2^23 + 127 leaves n + 127 in the low bits of the sum, so a shift makes the power of
-// two; multiplying by it (rather than adding exponents) keeps NaN.
-template <class T, int N, int Degree = exp2_degree<T>>
-MH_INLINE void exp2_of(vec<T> (&x)[N]) {
-  using B = vec<T>;
-  const B least(sizeof(T) == 4 ? T(-127) : T(-1023));
-  const B round(static_cast<T>(sizeof(T) == 4 ? 12582912.0 + 127.0 : 6755399441055744.0 + 1023.0));
-  B power[N];
-#pragma GCC unroll 16
-  for (int i = 0; i < N; ++i) x[i] = at_least<T>(least, x[i]);
+// What follows works on N vectors at once, step by step: one is a chain of a dozen dependent instructions of 4 cycles
+// each, and the scheduler sees too few chains ahead to fill the ports from them.
+
+// x = n + f: 2^n, and f in place of x. Adding 1.5 * 2^23 + 127 leaves n + 127 in the low bits of the sum, so a shift
+// makes the power of two.
+template <class T, int N>
+MH_INLINE void split_power(vec<T> (&x)[N], vec<T> (&power)[N]) {
+  const vec<T> round(static_cast<T>(sizeof(T) == 4 ? 12582912.0 + 127.0 : 6755399441055744.0 + 1023.0));
 #pragma GCC unroll 16
   for (int i = 0; i < N; ++i) power[i] = x[i] + round;
 #pragma GCC unroll 16
@@ -149,14 +147,31 @@ MH_INLINE void exp2_of(vec<T> (&x)[N]) {
 #pragma GCC unroll 16
   for (int i = 0; i < N; ++i)
     power[i] = xsimd::bitwise_cast<T>(xsimd::bitwise_cast<bits<T>>(power[i]) << (sizeof(T) == 4 ? 23 : 52));
-  B p[N];
+}
+
+// The polynomial, of its first `Terms` terms.
+template <class T, int N, int Degree, int Terms>
+MH_INLINE void exp2_series(const vec<T> (&x)[N], vec<T> (&p)[N]) {
+  using B = vec<T>;
 #pragma GCC unroll 16
   for (int i = 0; i < N; ++i) p[i] = xsimd::fma(B(exp2_terms<T, Degree>[0]), x[i], B(exp2_terms<T, Degree>[1]));
 #pragma GCC unroll 16
-  for (int t = 2; t <= Degree; ++t) {
+  for (int t = 2; t < Terms; ++t) {
 #pragma GCC unroll 16
     for (int i = 0; i < N; ++i) p[i] = xsimd::fma(p[i], x[i], B(exp2_terms<T, Degree>[t]));
   }
+}
+
+// Within 1 ulp for x in [-126, 127] (double: [-1022, 1023]); 0 below, NaN for NaN: multiplying by the power of two
+// (rather than adding exponents) keeps it.
+template <class T, int N, int Degree = exp2_degree<T>>
+MH_INLINE void exp2_of(vec<T> (&x)[N]) {
+  const vec<T> least(sizeof(T) == 4 ? T(-127) : T(-1023));
+  vec<T> power[N], p[N];
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i) x[i] = at_least<T>(least, x[i]);
+  split_power<T, N>(x, power);
+  exp2_series<T, N, Degree, Degree + 1>(x, p);
 #pragma GCC unroll 16
   for (int i = 0; i < N; ++i) x[i] = p[i] * power[i];
 }
@@ -168,39 +183,52 @@ MH_INLINE vec<T> exp2_of(vec<T> x) {
   return one[0];
 }
 
-// tanh(x) = 1 - 2 / (2^(2 x log2 e) + 1) loses its relative precision near 0 to cancellation; there x + x^3 P(x^2) is
-// used: the Taylor series up to x^11 for |x| < 0.35 in float and up to x^27 in double, next term below 2e-8 and 1e-18
-// of x.
+// Exponentials worked on at once. Each holds two registers (three at times), and constants take a dozen.
+#if defined(__AVX512F__) || defined(__aarch64__)
+inline constexpr int exp2_vectors = 6;
+#elif XSIMD_WITH_EMULATED
+inline constexpr int exp2_vectors = 1;  // compiles in half the time
+#else
+inline constexpr int exp2_vectors = 2;
+#endif
+
+// a / b where b is from 1 to 2^100 and a is not larger. Dividing 16 floats takes 16 cycles; a reciprocal of 14 bits with a
+// Newton step takes 4, and its error, 2^-28, is lost in the rounding of the product.
+template <class T>
+MH_INLINE vec<T> quotient(vec<T> a, vec<T> b) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) {
+    const vec<T> r = _mm512_rcp14_ps(b);
+    return a * xsimd::fma(xsimd::fnma(b, r, vec<T>(T(1))), r, r);
+  }
+#endif
+  return a / b;
+}
+
+// tanh(x) = (e - 1) / (e + 1), e = 2^(2 x log2 e) = 2^n (1 + f P(f)), P the polynomial of exp2 without its 1: e - 1 is
+// 2^n f P(f) + (2^n - 1), which keeps its relative precision near 0, where n is 0.
+template <class T, int N>
+MH_INLINE void tanh_of(vec<T> (&x)[N]) {
+  const vec<T> most(T(90));  // both signs give 1 there
+  const vec<T> two_log2e(static_cast<T>(2.8853900817779268147));
+  vec<T> power[N], p[N];
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i) x[i] = at_least<T>(vec<T>(T(-90)), x[i] * two_log2e);
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i) x[i] = xsimd::select(x[i] > most, most, x[i]);
+  split_power<T, N>(x, power);
+  exp2_series<T, N, exp2_degree<T>, exp2_degree<T>>(x, p);
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i) x[i] = xsimd::fma(x[i] * p[i], power[i], power[i] - vec<T>(T(1)));
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i) x[i] = quotient<T>(x[i], x[i] + vec<T>(T(2)));
+}
+
 template <class T>
 MH_INLINE vec<T> tanh_of(vec<T> x) {
-  using B = vec<T>;
-  const T two_log2e = static_cast<T>(2.8853900817779268147);
-  const B big = B(T(1)) - B(T(2)) / (exp2_of<T>(xsimd::min(x, B(T(30))) * B(two_log2e)) + B(T(1)));
-  const B x2 = x * x;
-  B p;
-  if constexpr (sizeof(T) == 4) {
-    p = B(-8.8632355299e-3F);
-    p = xsimd::fma(p, x2, B(2.1869488536e-2F));
-    p = xsimd::fma(p, x2, B(-5.3968253968e-2F));
-    p = xsimd::fma(p, x2, B(1.3333333333e-1F));
-    p = xsimd::fma(p, x2, B(-3.3333333333e-1F));
-  } else {
-    p = B(-6.451689215655431e-06);
-    p = xsimd::fma(p, x2, B(1.5918905069328964e-05));
-    p = xsimd::fma(p, x2, B(-3.927832388331683e-05));
-    p = xsimd::fma(p, x2, B(9.691537956929451e-05));
-    p = xsimd::fma(p, x2, B(-0.00023912911424355248));
-    p = xsimd::fma(p, x2, B(0.000590027440945586));
-    p = xsimd::fma(p, x2, B(-0.0014558343870513183));
-    p = xsimd::fma(p, x2, B(0.003592128036572481));
-    p = xsimd::fma(p, x2, B(-0.008863235529902197));
-    p = xsimd::fma(p, x2, B(2.1869488536155203e-2));
-    p = xsimd::fma(p, x2, B(-5.3968253968253971e-2));
-    p = xsimd::fma(p, x2, B(1.3333333333333333e-1));
-    p = xsimd::fma(p, x2, B(-3.3333333333333331e-1));
-  }
-  const B small = xsimd::fma(p * x2, x, x);
-  return xsimd::select(xsimd::abs(x) < B(T(0.35)), small, big);
+  vec<T> one[1] = {x};
+  tanh_of<T, 1>(one);
+  return one[0];
 }
 
 // W vectors of W lanes, transposed in place. xsimd's own for AVX-512 goes through memory, so here are the usual

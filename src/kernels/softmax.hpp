@@ -12,15 +12,6 @@ namespace {
 // nothing in f32, and most tiles after the first leave the accumulators alone.
 inline constexpr double lazy_rescale = 8.0;
 
-// Exponentials worked on at once. Each holds two registers (three at times), and constants take a dozen.
-#if defined(__AVX512F__) || defined(__aarch64__)
-inline constexpr int softmax_vectors = 6;
-#elif XSIMD_WITH_EMULATED
-inline constexpr int softmax_vectors = 1;  // compiles in half the time
-#else
-inline constexpr int softmax_vectors = 2;
-#endif
-
 template <class T, int NV>
 struct softmax_rows {
   static constexpr int64_t w = lanes<T>;
@@ -86,7 +77,7 @@ struct softmax_rows {
 #pragma GCC unroll 16
       for (int i = 0; i < n; ++i) x[i].store_aligned(s + k * width + i * w);
     };
-    constexpr int at_once = max_of(1, softmax_vectors / NV);
+    constexpr int at_once = max_of(1, exp2_vectors / NV);
     if (exp_scale == T(1)) return weigh<false, at_once, exp2_degree<T>>(s, keys, exp_scale, keep);
     weigh<true, at_once, exp2_degree<T>>(s, keys, exp_scale, keep);
   }

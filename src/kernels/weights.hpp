@@ -37,15 +37,19 @@ struct weights_task {
   // keys are seen.
   void score_stage(const tile_at& t, by_rows<T> k, int64_t width) {
     T* s = scratch.scores;
+    const auto scores = [&]<int NV>() {
+      product<product_mode::set, NV>(k, whole_panel<const T, NV>{p.q}, t.keys(), c.head_dim, whole_panel<T, NV>{s},
+                                     scratch.tile_max);
+    };
     switch (p.vectors) {
       case 1:
-        product<product_mode::set, 1>(k, p.q, t.keys(), c.head_dim, s, s);
+        scores.template operator()<1>();
         break;
       case 2:
-        product<product_mode::set, 2>(k, p.q, t.keys(), c.head_dim, s, s);
+        scores.template operator()<2>();
         break;
       default:
-        product<product_mode::set, max_panel_vectors>(k, p.q, t.keys(), c.head_dim, s, s);
+        scores.template operator()<max_panel_vectors>();
         break;
     }
     if (c.scores_stage == MH_SCORES_RAW) return;
@@ -55,7 +59,7 @@ struct weights_task {
     if (c.bias != nullptr) bias_pass_transposed<T>(c, t, width, s);
     if (see_tile<T>(c, at, t.batch, t.kv_head, t.row, t.count, width, t.begin, t.end, scratch.words) !=
         visibility::all) {
-      visibility_pass_transposed<T>(scratch.words, t.keys(), width, s);
+      visibility_pass_transposed<T>(scratch.words, t.keys(), width, s, scratch.tile_max);
     }
   }
 
@@ -83,17 +87,19 @@ struct weights_task {
     }
   }
 
-  // Hands on the tile row by row: n values of lane `lane`, from key `key` on.
+  // Hands on the tile row by row: n values of a row, from key `key` on.
   template <class Emit>
   MH_INLINE void for_each_row(const tile_at& t, int64_t width, Emit emit) {
     for (int64_t l0 = 0; l0 < t.count; l0 += w) {
+      const row_of first(c, t.row + l0);
       for (int64_t k0 = 0; k0 < t.keys(); k0 += w) {
         const int64_t n = min_of(w, t.keys() - k0);
         vec<T> x[w];
         for (int64_t i = 0; i < w; ++i)
           x[i] = i < n ? vec<T>::load_aligned(scratch.scores + (k0 + i) * width + l0) : vec<T>(T(0));
         transpose<T>(x);
-        for (int64_t l = 0; l < w && l0 + l < t.count; ++l) emit(l0 + l, t.begin + k0, n, x[l]);
+        row_of r = first;
+        for (int64_t l = 0; l < w && l0 + l < t.count; ++l, r.step(c)) emit(r, t.begin + k0, n, x[l]);
       }
     }
   }
@@ -113,18 +119,18 @@ struct weights_task {
   }
 
   MH_INLINE void emit_scores(const tile_at& t, int64_t width) {
-    for_each_row(t, width, [&](int64_t lane, int64_t key, int64_t n, vec<T> x) {
-      put(static_cast<T*>(c.scores) + t.batch * c.scores_strides[0] + t.head(c, lane) * c.scores_strides[1] +
-              t.query(c, lane) * c.scores_strides[2] + key * c.scores_strides[3],
+    for_each_row(t, width, [&](const row_of& r, int64_t key, int64_t n, vec<T> x) {
+      put(static_cast<T*>(c.scores) + t.batch * c.scores_strides[0] + t.head(c, r) * c.scores_strides[1] +
+              r.query * c.scores_strides[2] + key * c.scores_strides[3],
           c.scores_strides[3], n, x);
     });
   }
 
   MH_INLINE void emit_weights(const tile_at& t, int64_t width) {
     const vec<T> share(T(1) / static_cast<T>(c.heads));
-    for_each_row(t, width, [&](int64_t lane, int64_t key, int64_t n, vec<T> x) {
-      const int64_t head = t.head(c, lane);
-      const int64_t query = t.query(c, lane);
+    for_each_row(t, width, [&](const row_of& r, int64_t key, int64_t n, vec<T> x) {
+      const int64_t head = t.head(c, r);
+      const int64_t query = r.query;
       if (c.weights != nullptr) {
         put(static_cast<T*>(c.weights) + t.batch * c.weights_strides[0] + head * c.weights_strides[1] +
                 query * c.weights_strides[2] + key * c.weights_strides[3],
