@@ -28,7 +28,7 @@ struct plan {
   int64_t tasks;                              // of the first pass, on few threads (schedule.hpp)
   double flops;  // of the attended pairs, 2 (head_dim + v_dim) each; lengths in memory are not known yet: as if full
   double bytes;  // of q, k, v, out, each read or written once
-  double tiles_skipped;                            // share of (row block, key tile) pairs that positions rule out
+  double tiles_skipped;                            // share of (panel of rows, key tile) pairs that positions rule out
   int64_t scratch_bytes;                           // of one thread
   int64_t shared_bytes;                            // of all threads together, the sum of:
   int64_t partial_out_bytes, partial_state_bytes;  // split-KV

@@ -1,7 +1,7 @@
 // See schedule.hpp. The choices, and why:
 //
-// Size of a task: a row block (up to four panels), so that a tile of K and V is read (or converted) once for four panels;
-//   fewer panels, down to one, where a worker would get fewer than sixteen panels in all. A panel is the grain: cut
+// Size of a task: a row block (plan.cpp), so that a tile of K and V is read (or converted) once for its panels; fewer
+//   panels, down to one, where a worker would get fewer than eight panels in all. A panel is the grain: cut
 //   further it would not fill the registers of the micro-kernel.
 // Order: heads one after another, so that K and V stay in cache, and in each head the longest task first. So the work
 //   ends with the short tasks of the last head, and where these are too few to level the load, of the last several.
@@ -14,7 +14,7 @@
 namespace manyhead {
 namespace {
 
-constexpr int64_t panels_per_worker = 16;
+constexpr int64_t panels_per_worker = 8;
 constexpr int64_t last_tasks_per_worker = 8;
 // What a row costs whatever its keys, as so many keys: packing Q, and dividing, transposing and storing the result.
 // Measured: 5 to 9 keys of size 64, 15 to 30 of size 128 (AVX-512 and AVX2).
@@ -35,15 +35,16 @@ schedule::schedule(const plan& plan, int64_t workers)
   const int64_t rows = plan.p.group() * plan.p.q_len, panel = plan.panel_rows;
   const int64_t all_panels = heads_ * blocks(rows, panel) * plan.chunks;
   const int64_t block_panels = blocks(plan.block_q, panel);
-  piece_rows_ = panel * std::clamp<int64_t>(all_panels / (panels_per_worker * workers_), 1, block_panels);
+  const int64_t most = std::clamp<int64_t>(all_panels / (panels_per_worker * workers_), 1, block_panels);
+  piece_rows_ = panel * blocks(block_panels, blocks(block_panels, most));  // of even size
   block_pieces_ = pieces_of(plan.block_q, piece_rows_);
   last_pieces_ = pieces_of(rows - (plan.row_blocks - 1) * plan.block_q, piece_rows_);
   head_pieces_ = rows == 0 ? 0 : (plan.row_blocks - 1) * block_pieces_ + last_pieces_;
   head_tasks_ = head_pieces_ * plan.chunks;
+  last_longest_ = plan.p.causal || plan.p.window_right >= 0;
   if (head_tasks_ > 0)
     interleaved_ =
         std::clamp<int64_t>(blocks(last_tasks_per_worker * workers_, head_tasks_), 1, std::max<int64_t>(heads_, 1));
-  last_longest_ = plan.p.causal || plan.p.window_right >= 0;
 }
 
 schedule::place schedule::place_of(int64_t index) const {

@@ -306,10 +306,12 @@ TEST_CASE("skipped tiles and attended pairs are counted right") {
     const problem& p = plan.p;
     CAPTURE(describe(plan, false));
     double pairs = 0, used = 0;
-    const int64_t tiles = (p.kv_len + plan.block_kv - 1) / plan.block_kv;
-    for (int64_t block = 0; block < plan.row_blocks; ++block) {
+    const int64_t tiles = (p.kv_len + plan.block_kv - 1) / plan.block_kv, rows = p.group() * p.q_len;
+    const int64_t panel = std::min(plan.block_q, plan.panel_rows);
+    int64_t panels = 0;
+    for (int64_t begin = 0; begin < rows; begin += panel, ++panels) {
       std::vector<bool> needed(static_cast<size_t>(tiles));
-      for (int64_t row = block * plan.block_q; row < std::min((block + 1) * plan.block_q, p.group() * p.q_len); ++row)
+      for (int64_t row = begin; row < std::min(begin + panel, rows); ++row)
         for (int64_t j = 0; j < p.kv_len; ++j) {
           if (!attends(p, none, 0, row % p.group(), row / p.group(), j)) continue;
           ++pairs;
@@ -319,9 +321,8 @@ TEST_CASE("skipped tiles and attended pairs are counted right") {
     }
     pairs *= static_cast<double>(p.batch * p.kv_heads);  // of one kv head, with all its query heads
     CHECK(plan.flops == doctest::Approx(2 * static_cast<double>(p.head_dim + p.v_dim) * pairs));
-    // Extra keys lie behind the others, and a task goes through all tiles between its first and its last.
-    if (p.extra_keys == 0)
-      CHECK(plan.tiles_skipped == doctest::Approx(1 - used / static_cast<double>(tiles * plan.row_blocks)));
+    // Extra keys lie behind the others, and a panel goes through all tiles between its first and its last.
+    if (p.extra_keys == 0) CHECK(plan.tiles_skipped == doctest::Approx(1 - used / static_cast<double>(tiles * panels)));
   }
   const double causal = plan_of("f32 b1 h1 q4096 kv4096 d64 causal").tiles_skipped;
   CHECK((causal > 0.45 && causal < 0.5));
