@@ -274,15 +274,18 @@ TEST_CASE("short queries against long keys are split") {
   CHECK(plan_of("f32 b1 h8 q1000 kv100 d64").kernel == route_tile);
 }
 
-TEST_CASE("K and V are copied only where kernels cannot read them in place") {
+TEST_CASE("K and V are copied only where kernels cannot read them in place, or only with L1 misses") {
   for (const char* line :
        {"f32 b1 h2 q100 kv100 d64", "f32 b1 h2 q100 kv100 d64 bshd", "f64 b1 h2 q100 kv100 d24 strides=packed",
         "f32 b1 h2 q100 kv100 d33 strides=odd", "f32 b1 h2 q100 kv100 d64 strides=negative", "f32 b1 h1 q1 kv100 d64",
-        "f16 b1 h2 q1 kv100 d64"})
+        "f16 b1 h2 q1 kv100 d64", "f32 b1 h6 q500 kv500 d64 bshd", "f32 b1 h4 q100 kv500 d64 bshd",
+        "f32 b1 h4 q500 kv500 d64", "f32 b1 h1 q500 kv500 d256 bshd", "f32 b1 h4 q1 kv500 d64 bshd"})
     CHECK_MESSAGE(!plan_of(line).copy_kv, line);
-  for (const char* line : {"bf16 b1 h2 q100 kv100 d64", "f16 b1 h2 q1 kv100 d40", "f32 b1 h2 q1 kv100 d33",
-                           "f32 b1 h2 q100 kv100 d64 strides=lastdim", "f32 b1 h2 q100 kv100 d64 strides=transposed",
-                           "f64 b1 h2 q100 kv100 d64 strides=reversed", "f32 b1 h2 q100 kv100 d64 strides=zero"})
+  for (const char* line :
+       {"bf16 b1 h2 q100 kv100 d64", "f16 b1 h2 q1 kv100 d40", "f32 b1 h2 q1 kv100 d33",
+        "f32 b1 h2 q100 kv100 d64 strides=lastdim", "f32 b1 h2 q100 kv100 d64 strides=transposed",
+        "f64 b1 h2 q100 kv100 d64 strides=reversed", "f32 b1 h2 q100 kv100 d64 strides=zero",
+        "f32 b1 h4 q500 kv500 d64 bshd", "f64 b1 h2 q500 kv500 d64 bshd", "f32 b1 h12 q500 kv500 d64 bshd causal"})
     CHECK_MESSAGE(plan_of(line).copy_kv, line);
 }
 
