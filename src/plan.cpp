@@ -1,9 +1,10 @@
 // See plan.hpp. The choices, and why:
 //
-// block_kv: keys of a tile, always 64. A tile of V, which each tile of the product reads again, should stay in L1 (64 x
-//   128 x 4 bytes = 32 KB), and so should the score panel (64 x 48 x 4 = 12 KB) with the Q panel. 96 keys were as fast
-//   for head_dim up to 64; for 128 they were 2 to 4 % slower. Never a function of the machine's caches or of lengths:
-//   tile borders lie at its multiples, and the same borders mean the same bits.
+// block_kv: keys of a tile, a constant of the route: tile borders lie at its multiples, and the same borders mean the same
+//   bits, so never a function of the machine's caches or of lengths. What the product with V reads again and again should
+//   stay in the smallest L1, 32 KB: the weights of a panel (96 x 48 x 4 bytes = 18 KB) and a column of lines of the tile
+//   (96 x 64 = 6 KB). More keys mean fewer passes over the results: 96 was 1.00 to 1.01 times as fast as 64, 48 0.99, 32
+//   0.98; 128 gave another 0.01 with heads of 64 on a CPU with 48 KB, and took it away on AVX2.
 // block_q: rows of a task, up to 16 panels. Each tile of K and V is read (or converted) once per task, so more rows mean
 //   less traffic; where there are too few tasks for the threads, schedule.cpp cuts them further. Against 4 panels, one
 //   thread: f32 1.00 to 1.06 times as fast (most on gpt2_small and whisper_cross), bf16 and f16 1.02 to 1.08, AVX2 too.
@@ -24,13 +25,12 @@
 namespace manyhead {
 namespace {
 
-constexpr int64_t tile_keys = 64;
-constexpr int64_t matrix_keys = 128;
-constexpr int64_t matrix_rows = 32;  // of a panel
-constexpr int64_t most_panels = 16;  // of a task; kernels have room for so many
+constexpr int64_t keys_of_tile[] = {96, 64, 128};  // by route: tile, decode, matrix
+constexpr int64_t matrix_rows = 32;                // of a panel
+constexpr int64_t most_panels = 16;                // of a task; kernels have room for so many
 constexpr int64_t few_keys = 24;
 constexpr int64_t split_rows = 128;  // at most this many rows per kv head and batch entry: split long keys
-constexpr int64_t split_keys = 8 * tile_keys;
+constexpr int64_t split_keys = 512;  // of a chunk, up to whole tiles
 
 int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 int64_t blocks(int64_t n, int64_t size) { return (n + size - 1) / size; }
@@ -204,7 +204,7 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes) {
                 : rows <= decode_rows                                                              ? route_decode
                 : table.dtype[p.dtype].attention[route_matrix] != nullptr && fills_matrix_tiles(p) ? route_matrix
                                                                                                    : route_tile;
-  plan.block_kv = plan.kernel == route_matrix ? matrix_keys : tile_keys;
+  plan.block_kv = keys_of_tile[plan.kernel];
   plan.copy_kv = needs_copy(p, plan.kernel, lanes);
 
   const double kv_bytes = static_cast<double>(dtype_bytes(p.dtype)) * static_cast<double>(p.head_dim + p.v_dim) *
@@ -234,7 +234,7 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes) {
   plan.second_block_q = whole_queries ? round_up(plan.block_q, p.group()) : plan.block_q;
   plan.second_row_blocks = blocks(rows, plan.second_block_q);
 
-  plan.chunk_keys = split_keys;
+  plan.chunk_keys = round_up(split_keys, plan.block_kv);
   plan.chunks = rows <= split_rows ? std::max<int64_t>(1, blocks(p.kv_len, plan.chunk_keys)) : 1;
   if (plan.chunks == 1) plan.chunk_keys = round_up(std::max<int64_t>(p.kv_len, 1), plan.block_kv);
   plan.tasks = p.batch * p.kv_heads * plan.row_blocks * plan.chunks;
