@@ -128,8 +128,8 @@ MH_INLINE void place_panel(const kernel_call& c, const positions& at, int64_t ro
     const key_range first = range_of(c, at, (row + min_of(v * lanes<T>, p.count - 1)) / c.group);
     const key_range last = range_of(c, at, (row + min_of((v + 1) * lanes<T>, p.count) - 1) / c.group);
     p.reach[v] = {first.begin, c.extra_keys > 0 ? c.kv_len : last.end};
+    p.whole = {last.begin, v == 0 ? first.end : p.whole.end};
   }
-  p.whole = {range_of(c, at, (row + p.count - 1) / c.group).begin, range_of(c, at, row / c.group).end};
 }
 
 // Nothing attended yet.
