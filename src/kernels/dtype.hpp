@@ -68,6 +68,16 @@ MH_INLINE void store_16(xsimd::batch<uint32_t, MH_ARCH> x, uint16_t* p) {
 #endif
 }
 
+// Words, as transpose<float> does it.
+MH_INLINE void transpose_words(word_vec (&x)[lanes<float>]) {
+  vec<float> f[lanes<float>];
+#pragma GCC unroll 16
+  for (int i = 0; i < lanes<float>; ++i) f[i] = xsimd::bitwise_cast<float>(x[i]);
+  transpose<float>(f);
+#pragma GCC unroll 16
+  for (int i = 0; i < lanes<float>; ++i) x[i] = xsimd::bitwise_cast<uint32_t>(f[i]);
+}
+
 struct bf16 {
   using storage = uint16_t;
   using real = float;
@@ -106,13 +116,13 @@ struct bf16 {
     if ((u & 0x7fffffffU) > 0x7f800000U) return static_cast<uint16_t>((u >> 16) | 0x40U);  // NaN stays NaN
     return static_cast<uint16_t>((u + 0x7fffU + ((u >> 16) & 1U)) >> 16);
   }
-  static MH_INLINE void narrow(vec<float> f, uint16_t* p) {
-    using B = xsimd::batch<uint32_t, MH_ARCH>;
-    const B u = xsimd::bitwise_cast<uint32_t>(f);
-    const B rounded = (u + B(0x7fffU) + ((u >> 16) & B(1U))) >> 16;
-    const auto is_nan = (u & B(0x7fffffffU)) > B(0x7f800000U);
-    store_16(xsimd::select(is_nan, (u >> 16) | B(0x40U), rounded), p);
+  static MH_INLINE word_vec narrow(vec<float> f) {
+    const word_vec u = xsimd::bitwise_cast<uint32_t>(f);
+    const word_vec rounded = (u + word_vec(0x7fffU) + ((u >> 16) & word_vec(1U))) >> 16;
+    const auto is_nan = (u & word_vec(0x7fffffffU)) > word_vec(0x7f800000U);
+    return xsimd::select(is_nan, (u >> 16) | word_vec(0x40U), rounded);
   }
+  static MH_INLINE void narrow(vec<float> f, uint16_t* p) { store_16(narrow(f), p); }
 };
 
 struct f16 {
@@ -178,6 +188,19 @@ struct f16 {
       return static_cast<uint16_t>(sign | (u - 0x3f000000U));
     }
     return static_cast<uint16_t>(sign | ((u - 0x38000000U + 0xfffU + ((u >> 13) & 1U)) >> 13));
+  }
+  static MH_INLINE word_vec narrow(vec<float> f) {
+#if defined(__AVX512F__)
+    return _mm512_cvtepu16_epi32(_mm512_cvtps_ph(f, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__AVX2__)
+    return _mm256_cvtepu16_epi32(_mm256_cvtps_ph(f, _MM_FROUND_TO_NEAREST_INT));
+#else
+    alignas(64) float wide[lanes<float>];
+    alignas(64) uint32_t narrowed[lanes<float>];
+    f.store_aligned(wide);
+    for (int64_t i = 0; i < lanes<float>; ++i) narrowed[i] = narrow(wide[i]);
+    return word_vec::load_aligned(narrowed);
+#endif
   }
   static MH_INLINE void narrow(vec<float> f, uint16_t* p) {
 #if defined(__AVX512F__)

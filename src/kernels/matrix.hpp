@@ -112,15 +112,6 @@ struct matrix_task {
     return load_16(buffer);
   }
 
-  static MH_INLINE void transpose_words(words (&x)[w]) {
-    vec<T> f[w];
-#pragma GCC unroll 16
-    for (int i = 0; i < w; ++i) f[i] = xsimd::bitwise_cast<T>(x[i]);
-    transpose<T>(f);
-#pragma GCC unroll 16
-    for (int i = 0; i < w; ++i) x[i] = xsimd::bitwise_cast<uint32_t>(f[i]);
-  }
-
   // Q^T of a panel: B of the scores.
   __attribute__((noinline)) void pack_rows(const panel<T>& x) const {
     const auto* q = static_cast<const uint16_t*>(c.q) + task.batch * c.q_strides[0];

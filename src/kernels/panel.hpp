@@ -329,8 +329,9 @@ __attribute__((noinline)) bool finish_panel(const kernel_call& c, const kernel_t
   using T = typename D::real;
   constexpr int64_t w = lanes<T>;
   vec<T> not_finite(T(0));  // 0 times every value: 0, or NaN from the first that is not finite
-  const bool in_vectors =
-      c.chunks > 1 || (sizeof(typename D::storage) == sizeof(T) && c.out_strides[3] == 1);  // rows take whole vectors
+  constexpr bool pairs = sizeof(typename D::storage) == 2;
+  const bool in_vectors = c.chunks > 1 || (!pairs && c.out_strides[3] == 1);  // rows take whole vectors,
+  const bool in_pairs = pairs && c.chunks == 1 && c.out_strides[3] == 1;      // or two of them made narrow
   const double undo = careful ? ::exp2(careful_shift(c.kv_len)) : 1.0;
   const bool ends_count = c.sinks != nullptr || c.lse != nullptr || c.row_states != nullptr || c.chunks > 1;
   if (!x.started) memset(x.out, 0, static_cast<size_t>(c.v_dim * x.width()) * sizeof(T));
@@ -352,7 +353,27 @@ __attribute__((noinline)) bool finish_panel(const kernel_call& c, const kernel_t
       write_state<T>(c, task.batch, head, r.query, task.chunk, e);
     }
     if (c.sinks != nullptr) factors = load(factor);
-    for (int64_t d0 = 0; d0 < c.v_dim; d0 += w) {
+    int64_t d0 = 0;
+    if constexpr (pairs) {
+      // Made narrow before they are transposed, two values are one word: half as much to transpose.
+      for (; in_pairs && d0 + 2 * w <= c.v_dim; d0 += 2 * w) {
+        const T* from = x.out + d0 * x.width() + l0;
+        word_vec block[w];
+#pragma GCC unroll 16
+        for (int64_t i = 0; i < w; ++i) {
+          const vec<T> even = vec<T>::load_aligned(from + 2 * i * x.width()) * factors;
+          const vec<T> odd = vec<T>::load_aligned(from + (2 * i + 1) * x.width()) * factors;
+          not_finite = xsimd::fma(odd, vec<T>(T(0)), xsimd::fma(even, vec<T>(T(0)), not_finite));
+          block[i] = D::narrow(even) | (D::narrow(odd) << 16);
+        }
+        transpose_words(block);
+#pragma GCC unroll 16
+        for (int64_t l = 0; l < w; ++l) {
+          if (l < count) memcpy(static_cast<uint16_t*>(place[l]) + d0, &block[l], sizeof(block[l]));
+        }
+      }
+    }
+    for (; d0 < c.v_dim; d0 += w) {
       const int64_t n = min_of(w, c.v_dim - d0);
       const T* from = x.out + d0 * x.width() + l0;
       vec<T> block[w];
