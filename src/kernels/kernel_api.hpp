@@ -65,7 +65,7 @@ struct kernel_call {
 
   int64_t block_kv;  // keys of a tile; borders lie at its multiples
   int32_t prefetch;  // 1: ask for rows of K, V, Q and out ahead of need
-  int32_t copy_kv;   // 1: copy each K and V tile to scratch first (strided rows; tile: 16-bit; decode: odd sizes)
+  int32_t copy_kv;   // 1: copy each K and V tile to scratch first (plan.cpp: needs_copy)
 
   // Outputs of the second pass (weights_task).
   void* weights;       // real or NULL
