@@ -100,12 +100,13 @@ TOLERANCE = {"f32": 2e-5, "f16": 2e-3, "bf16": 1.6e-2}
 
 def read_workloads() -> dict[str, Row]:
     table: dict[str, Row] = {}
-    for file in ("workloads.txt", "layers.txt"):
-        for line in Path(__file__).with_name(file).read_text().splitlines():
+    folder = Path(__file__).parent
+    for file in (folder.parent / "python" / "manyhead" / "workloads.txt", folder / "layers.txt"):
+        for line in file.read_text().splitlines():
             if not line or line.startswith("#"):
                 continue
             name, *words = line.split()
-            if file == "layers.txt":
+            if file.name == "layers.txt":
                 batch, heads, tokens, width, causal = map(int, words[:5])
                 table[name] = Layer(name, batch, heads, tokens, width, causal == 1)
             else:

@@ -5,7 +5,7 @@
 //   further it would not fill the registers of the micro-kernel.
 // Order: heads one after another, so that K and V stay in cache, and in each head the longest task first. So the work
 //   ends with the short tasks of the last head, and where these are too few to level the load, of the last several.
-// On 1 and 2 threads of an AVX-512 server core the rows of bench/workloads.txt are as fast as with whole blocks.
+// On 1 and 2 threads of an AVX-512 server core the rows of workloads.txt are as fast as with whole blocks.
 #include "schedule.hpp"
 
 #include <algorithm>

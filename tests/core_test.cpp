@@ -400,7 +400,7 @@ double least_balance(std::vector<double> costs, int64_t workers) {
   return std::max(1.0, least * static_cast<double>(workers) / sum);
 }
 
-// The rows of bench/workloads.txt on machines that are larger than this one. A row has enough work for so many workers
+// The rows of workloads.txt on machines that are larger than this one. A row has enough work for so many workers
 // where each gets 20 MFLOP or reads 1 MB of K and V (a tenth of a millisecond and more), and four tasks of the smallest
 // size (one panel, one chunk), and tasks of that size can be spread evenly at all. Not so: sdxl_self with AVX-512 on 256
 // (3.4 panels of 48 rows each, 1.2 at best), gpt2_small on 128 (1.07), dec_mqa_16k on 64 (32 chunks of 512 keys; with

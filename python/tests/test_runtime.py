@@ -77,7 +77,7 @@ def test_the_environment():
     wrong = run_python(call, MH_ISA="mmx")
     assert wrong.returncode != 0 and "mmx" in wrong.stderr
     wrong = run_python("import sys; from manyhead.__main__ import main; sys.exit(main([]))", MH_ISA="mmx")
-    assert wrong.returncode == 1 and "manyhead: " in wrong.stderr and "Traceback" not in wrong.stderr
+    assert wrong.returncode == 2 and "manyhead info: " in wrong.stderr and "Traceback" not in wrong.stderr
     wrong = run_python(call, MH_THREADS="many")
     assert wrong.returncode != 0 and "MH_THREADS" in wrong.stderr
 

@@ -1,0 +1,56 @@
+"""What a command says where the user's input is at fault."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+
+class UserError(ValueError):
+    """Something the user gave is wrong. The text says what it was and what was expected."""
+
+
+def need(package: str, what: str) -> ModuleType:
+    """Imports a package of the extra `profile`, or says how to get it."""
+    try:
+        return import_module(package)
+    except ImportError as error:
+        raise UserError(f"{what} needs the Python package {package}: pip install 'manyhead[profile]'") from error
+
+
+def one_of(what: str, given: str, known: Iterable[str]) -> str:
+    """`given`, where it is one of the known names."""
+    names = list(known)
+    if given in names:
+        return given
+    close = difflib.get_close_matches(given, names, 1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    raise UserError(f"there is no {what} {given!r}.{hint} Known: {', '.join(names)}.")
+
+
+def writable(path: str | Path | None) -> Path | None:
+    """The path of a file to write at the end, tried now: before a long run, not after it."""
+    if path is None:
+        return None
+    file = Path(path)
+    existed = file.exists()
+    try:
+        with file.open("ab"):
+            pass
+    except OSError as error:
+        raise UserError(f"cannot write {file}: {error.strerror}") from error
+    if not existed:
+        file.unlink()
+    return file
+
+
+def read_text(path: str | Path) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"cannot read {path}: it is not a text file") from error

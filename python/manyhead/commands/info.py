@@ -1,0 +1,37 @@
+"""Version, instruction sets, caches and threads of this installation."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from .._runtime import describe
+from .errors import UserError
+
+SUMMARY = "what this installation is and runs on (the default)"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def run(options: argparse.Namespace) -> int:
+    try:
+        facts = describe()
+    except ValueError as error:  # MH_ISA or MH_THREADS asks for something that is not there
+        raise UserError(str(error)) from error
+    if options.json:
+        print(json.dumps(facts, indent=2))
+        return 0
+    supported = [f"{name}{'' if runs else ' (not on this CPU)'}" for name, runs in facts["isas"].items()]
+    rows = [
+        ("manyhead", facts["version"]),
+        ("library", facts["library"]),
+        ("instruction set", facts["isa"]),
+        ("built for", ", ".join(supported)),
+        ("threads", facts["threads"]),
+    ]
+    rows += [(name.replace("_", " "), value) for name, value in facts["machine"].items() if name not in facts]
+    for name, value in rows:
+        print(f"{name:<16} {value}")
+    return 0
