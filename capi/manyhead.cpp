@@ -3,6 +3,7 @@
 #include "manyhead/manyhead.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -16,7 +17,10 @@
 #include "merge.hpp"
 #include "mha.hpp"
 #include "plan.hpp"
+#include "probe.hpp"
 #include "problem.hpp"
+#include "problem_line.hpp"
+#include "profile.hpp"
 #include "registry.hpp"
 #include "scheduler.hpp"
 
@@ -66,6 +70,7 @@ mh_status guarded(Function&& function) noexcept {
 const manyhead::kernel_table& isa_of_new_plans() {
   const std::string& error = manyhead::this_machine().threads_error;
   if (!error.empty()) invalid(error);
+  manyhead::watch_as_environment_says();
   return manyhead::current_isa();
 }
 
@@ -119,6 +124,21 @@ std::string quoted(const std::string& text) {
   return result + "\"";
 }
 
+// The tables of a probe: NULL or "" means the one in use.
+const manyhead::kernel_table& probed_isa(const char* name) {
+  if (name == nullptr || *name == 0) return manyhead::current_isa();
+  return manyhead::find_isa(name);
+}
+
+void check_probe(const char* name, double seconds, const double* result) {
+  if (result == nullptr) invalid(name, " is NULL");
+  if (!(seconds > 0 && seconds <= 3600)) invalid("seconds is ", seconds, ", must be above 0 and at most 3600");
+}
+
+void check_probe_threads(int32_t threads) {
+  if (threads < 1 || threads > 4096) invalid("threads is ", threads, ", must be 1..4096");
+}
+
 std::string machine_json() {
   const manyhead::machine& m = manyhead::this_machine();
   std::string isas, json;
@@ -138,6 +158,11 @@ std::string machine_json() {
   add("l1_bytes", std::to_string(m.l1_bytes));
   add("l2_bytes", std::to_string(m.l2_bytes));
   add("l3_bytes", std::to_string(m.l3_bytes));
+  const manyhead::host host = manyhead::this_host();
+  add("cores", std::to_string(host.cores));
+  add("numa_nodes", std::to_string(host.numa_nodes));
+  add("memory_bytes", std::to_string(host.memory_bytes));
+  add("os", quoted(host.system));
   return json + "}";
 }
 
@@ -248,9 +273,83 @@ mh_status mh_plan_describe(const mh_plan* plan, int32_t format, char* buffer, si
   });
 }
 
+mh_status mh_problem_parse(const char* line, mh_problem* problem, size_t* column) {
+  return guarded([&] {
+    if (line == nullptr) invalid("line is NULL");
+    if (problem == nullptr) invalid("problem is NULL");
+    try {
+      *problem = manyhead::parse_problem(line);
+    } catch (const manyhead::line_error& e) {
+      if (column != nullptr) *column = e.column();
+      throw;
+    }
+  });
+}
+
+mh_status mh_probe_arithmetic(const char* isa, int32_t dtype, int32_t threads, double seconds, double* flops) {
+  return guarded([&] {
+    check_probe("flops", seconds, flops);
+    check_probe_threads(threads);
+    manyhead::check_enum("dtype", dtype, MH_DTYPE_F16);
+    *flops = manyhead::arithmetic_rate(probed_isa(isa), dtype, threads, seconds);
+  });
+}
+
+mh_status mh_probe_read(const char* isa, size_t bytes, int32_t threads, double seconds, double* bytes_per_second) {
+  return guarded([&] {
+    check_probe("bytes_per_second", seconds, bytes_per_second);
+    check_probe_threads(threads);
+    if (bytes == 0 || bytes > SIZE_MAX / 4) invalid("bytes is ", bytes, ", must be at least 1 and fit in memory");
+    *bytes_per_second = manyhead::read_rate(probed_isa(isa), static_cast<int64_t>(bytes), threads, seconds);
+  });
+}
+
+mh_status mh_probe_clock(double seconds, double* hertz) {
+  return guarded([&] {
+    check_probe("hertz", seconds, hertz);
+    *hertz = manyhead::clock_rate(seconds);
+  });
+}
+
+mh_status mh_plan_measure(const mh_plan* plan, const mh_tensors* tensors, const mh_exec* exec, double seconds,
+                          int64_t most, double* times, int64_t* runs) {
+  return guarded([&] {
+    if (plan == nullptr) invalid("plan is NULL");
+    if (times == nullptr) invalid("times is NULL");
+    if (runs == nullptr) invalid("runs is NULL");
+    check_at_least("most", most, 1);
+    if (!(seconds >= 0 && seconds <= 3600)) invalid("seconds is ", seconds, ", must be 0..3600");
+    *runs = 0;
+    for (double total = 0; *runs == 0 || (*runs < most && total < seconds); ++*runs) {
+      const auto start = std::chrono::steady_clock::now();
+      run(plan->plan, tensors, exec);
+      times[*runs] = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+      total += times[*runs];
+    }
+  });
+}
+
+mh_status mh_profile_begin(const mh_profile_options* options) {
+  return guarded([&] {
+    manyhead::watch_as_environment_says();
+    mh_profile_options read = {};
+    if (options != nullptr) read = read_struct(options, offsetof(mh_profile_options, calls), "options");
+    manyhead::begin_profile(read);
+  });
+}
+
+mh_status mh_profile_end(void) {
+  return guarded([&] { manyhead::end_profile(); });
+}
+
+mh_status mh_profile_describe(int32_t format, char* buffer, size_t size, size_t* needed) {
+  return guarded([&] { copy_text(manyhead::profile_text(format), buffer, size, needed); });
+}
+
 mh_status mh_merge_states(const mh_merge* merge, const void* outs, const void* lses, void* out, void* lse) {
   return guarded([&] {
     if (merge == nullptr) invalid("merge is NULL");
+    manyhead::watch_as_environment_says();
     manyhead::merge_states(*merge, outs, lses, out, lse);
   });
 }
@@ -259,6 +358,7 @@ mh_status mh_merge_state(const mh_merge* merge, const void* out_a, const void* l
                          const void* lse_b, void* out, void* lse) {
   return guarded([&] {
     if (merge == nullptr) invalid("merge is NULL");
+    manyhead::watch_as_environment_says();
     manyhead::merge_state(*merge, out_a, lse_a, out_b, lse_b, out, lse);
   });
 }

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <fstream>
 #include <memory>
+#include <set>
 #include <thread>
 
 #if defined(__x86_64__)
@@ -16,6 +17,7 @@
 #if defined(__linux__)
 #include <sched.h>
 #include <sys/syscall.h>
+#include <sys/utsname.h>
 #include <unistd.h>
 #endif
 
@@ -161,13 +163,39 @@ int32_t find_cpus() {
   }
   return static_cast<int32_t>(std::max(std::thread::hardware_concurrency(), 1u));
 }
+// Cores: sets of hardware threads that share one. Nodes of memory as the kernel counts them.
+host find_host() {
+  host m;
+  std::set<std::string> cores;
+  for (int32_t cpu = 0;; ++cpu) {
+    const std::string dir = "/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/topology/";
+    const std::string siblings = first_line(dir + "thread_siblings_list");
+    if (siblings.empty()) break;
+    cores.insert(siblings);
+  }
+  m.cores = static_cast<int32_t>(cores.size());
+  while (!first_line("/sys/devices/system/node/node" + std::to_string(m.numa_nodes) + "/cpulist").empty())
+    ++m.numa_nodes;
+  m.memory_bytes = static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
+  utsname system{};
+  if (uname(&system) == 0) m.system = std::string(system.sysname) + " " + system.release;
+  return m;
+}
 #else
 void find_caches(machine&) {}
+host find_host() { return {}; }
 int32_t find_cpus() { return static_cast<int32_t>(std::max(std::thread::hardware_concurrency(), 1u)); }
 #endif
 
 void read_environment(machine& m) {
   if (const char* isa = std::getenv("MH_ISA")) m.isa_request = isa;
+  if (const char* path = std::getenv("MH_PROFILE")) m.profile_path = path;
+  if (const char* verbose = std::getenv("MH_VERBOSE")) {
+    const std::string text = verbose;
+    m.verbose = text == "1";
+    if (text != "" && text != "0" && text != "1")
+      m.verbose_error = "the environment variable MH_VERBOSE is \"" + text + "\", must be 0 or 1";
+  }
   const char* threads = std::getenv("MH_THREADS");
   if (threads == nullptr || *threads == 0) return;
   const char* end = threads + std::strlen(threads);
@@ -200,6 +228,8 @@ const machine& this_machine() {
   static const machine m = detect();
   return m;
 }
+
+host this_host() { return find_host(); }
 
 int32_t max_threads() {
   const machine& m = this_machine();

@@ -1,4 +1,5 @@
-// What this computer is: the only file that asks the CPU and the environment (MH_ISA, MH_THREADS).
+// What this computer is: the only file that asks the CPU and the environment (MH_ISA,
+// MH_THREADS, MH_VERBOSE, MH_PROFILE).
 #pragma once
 
 #include <cstddef>
@@ -20,10 +21,22 @@ struct machine {
   std::string isa_request;      // MH_ISA, "" = none
   std::string threads_error;    // why MH_THREADS could not be used, "" = fine
   int32_t threads_request = 0;  // MH_THREADS, 0 = none
+  bool verbose = false;         // MH_VERBOSE
+  std::string verbose_error;    // why it could not be used, "" = fine
+  std::string profile_path;     // MH_PROFILE, "" = none
 };
 
 // Read once, on first use; afterwards constant.
 const machine& this_machine();
+
+// What only reports need, asked for anew each time. 0 and "" = unknown.
+struct host {
+  int32_t cores = 0;         // hyperthreads not counted
+  int32_t numa_nodes = 0;    // of memory
+  int64_t memory_bytes = 0;  // in all
+  std::string system;        // "Linux 6.1.0"
+};
+host this_host();
 
 // The process-wide cap: mh_set_threads, else MH_THREADS, else cpus.
 int32_t max_threads();

@@ -4,9 +4,11 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
 #include <initializer_list>
 
 #include "check.hpp"
+#include "pool.hpp"
 #include "registry.hpp"
 #include "scheduler.hpp"
 
@@ -79,7 +81,12 @@ void merge_rows(const mh_merge& m, merge_args args, const array& out, void* out_
   };
   mh_exec exec = {};
   exec.struct_size = sizeof exec;
-  parallel_for((work.rows + work.block - 1) / work.block, exec, run_block, &work);
+  const watched_call watched(usable_threads(exec), [&](char* text, size_t size) {
+    std::snprintf(text, size, "merge %s states %lld b%lld h%lld q%lld v%lld", dtype_name(m.dtype),
+                  static_cast<long long>(m.states), static_cast<long long>(m.batch), static_cast<long long>(m.heads),
+                  static_cast<long long>(m.q_len), static_cast<long long>(m.v_dim));
+  });
+  parallel_for((work.rows + work.block - 1) / work.block, exec, watched, phase_merge, run_block, &work);
 }
 
 struct outputs {

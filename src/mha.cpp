@@ -6,12 +6,14 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
 #include <initializer_list>
 #include <new>
 
 #include "check.hpp"
 #include "machine.hpp"
 #include "plan.hpp"
+#include "pool.hpp"
 #include "problem.hpp"
 #include "projection.hpp"
 #include "registry.hpp"
@@ -234,7 +236,7 @@ bool same_view(const array& a, const array& b) {
 // [batch, rows, columns] from one place to another, for arrays that products do not take as they are.
 template <class Real>
 void copy_rows(const Real* from, const int64_t* from_strides, Real* to, const int64_t* to_strides, const int64_t* dims,
-               const mh_exec& exec) {
+               const mh_exec& exec, const watched_call& watched) {
   struct copy_work {
     const Real* from;
     Real* to;
@@ -244,7 +246,7 @@ void copy_rows(const Real* from, const int64_t* from_strides, Real* to, const in
   constexpr int64_t block = 64;
   copy_work work{from, to, from_strides, to_strides, dims, (dims[1] + block - 1) / block};
   parallel_for(
-      dims[0] * work.blocks, exec,
+      dims[0] * work.blocks, exec, watched, phase_pack,
       [](void* arg, int64_t task) {
         const copy_work& w = *static_cast<const copy_work*>(arg);
         const int64_t b = task / w.blocks, begin = task % w.blocks * block;
@@ -412,26 +414,32 @@ class layer final : public mha {
     if (c.batch == 0 || c.q_len == 0) return;
     const plan attention = make_plan(p, table_, this_machine().l2_bytes);
 
-    const rows_view<const Real> x_q = readable(a.x_q, x_q_copy, exec);
-    const rows_view<const Real> x_k = k_is_q ? x_q : readable(a.x_k, x_k_copy, exec);
-    const rows_view<const Real> x_v = v_is_q ? x_q : v_is_k ? x_k : readable(a.x_v, x_v_copy, exec);
+    const watched_call watched(usable_threads(exec), [&](char* text, size_t size) {
+      std::snprintf(text, size, "layer %s b%lld q%lld kv%lld embed_dim %lld heads %lld", dtype_name(sizes_.dtype),
+                    static_cast<long long>(c.batch), static_cast<long long>(c.q_len), static_cast<long long>(c.kv_len),
+                    static_cast<long long>(sizes_.embed_dim), static_cast<long long>(sizes_.heads));
+    });
+    const rows_view<const Real> x_q = readable(a.x_q, x_q_copy, exec, watched);
+    const rows_view<const Real> x_k = k_is_q ? x_q : readable(a.x_k, x_k_copy, exec, watched);
+    const rows_view<const Real> x_v = v_is_q ? x_q : v_is_k ? x_k : readable(a.x_v, x_v_copy, exec, watched);
     const product<Real> in_products[] = {
         make_product(q_, c.batch, c.q_len, x_q, q),
         make_product(k_, c.batch, c.kv_len, x_k, k),
         make_product(v_, c.batch, c.kv_len, x_v, v),
     };
-    multiply(in_products, 3, exec);
+    multiply(in_products, 3, exec, watched);
     write_extra_keys(c, k, v);
-    manyhead::run(attention, t, exec);
+    manyhead::run(attention, t, exec, &watched);
     if (!projects) return;
     const bool copies = out_copy.data != nullptr;
     const rows_view<Real> out =
         copies ? out_copy : rows_view<Real>{static_cast<Real*>(c.out), {a.out.strides[0], a.out.strides[1]}};
     const product<Real> out_product = make_product(out_, c.batch, c.q_len, read_only(heads), out);
-    multiply(&out_product, 1, exec);
+    multiply(&out_product, 1, exec, watched);
     if (copies) {
       const int64_t from[3] = {out.strides[0], out.strides[1], 1};
-      copy_rows(static_cast<const Real*>(out.data), from, static_cast<Real*>(c.out), a.out.strides, a.out.dims, exec);
+      copy_rows(static_cast<const Real*>(out.data), from, static_cast<Real*>(c.out), a.out.strides, a.out.dims, exec,
+                watched);
     }
   }
 
@@ -492,11 +500,12 @@ class layer final : public mha {
   static bool direct(const array& x) { return x.strides[2] == 1; }
 
   // x as products take it: where it lies, or in the copy that there is room for.
-  static rows_view<const Real> readable(const array& x, const rows_view<Real>& copy, const mh_exec& exec) {
+  static rows_view<const Real> readable(const array& x, const rows_view<Real>& copy, const mh_exec& exec,
+                                        const watched_call& watched) {
     const Real* data = static_cast<const Real*>(x.data);
     if (copy.data == nullptr) return {data, {x.strides[0], x.strides[1]}};
     const int64_t to[3] = {copy.strides[0], copy.strides[1], 1};
-    copy_rows(data, x.strides, copy.data, to, x.dims, exec);
+    copy_rows(data, x.strides, copy.data, to, x.dims, exec, watched);
     return read_only(copy);
   }
 

@@ -20,6 +20,8 @@
 #include <cmath>
 #include <cstdio>
 
+#include "check.hpp"
+#include "problem_line.hpp"
 #include "schedule.hpp"
 
 namespace manyhead {
@@ -260,9 +262,13 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes) {
   return plan;
 }
 
+const char* const route_names[route_count] = {"tile", "decode", "matrix"};
+
+// 40 GFLOP/s, 10 GB/s. Waking a second thread costs 3 to 100 microseconds.
+double plan::expected_us() const { return flops / 40e3 + bytes / 10e3; }
+bool plan::is_short() const { return expected_us() < 30; }
+
 std::string describe(const plan& plan, bool json, int64_t threads) {
-  const char* route_names[] = {"tile", "decode", "matrix"};
-  const char* dtype_names[] = {"f32", "f64", "bf16", "f16"};
   char text[2048];
   const problem& p = plan.p;
   const schedule order(plan, threads);
@@ -276,8 +282,8 @@ std::string describe(const plan& plan, bool json, int64_t threads) {
             "tasks %lld, "
             "copies_kv %s, second_pass %s, workspace %lld per thread + %lld, %.4g flops, %.4g bytes, tiles skipped "
             "%.3f, threads %lld, balance %.3f";
-  std::snprintf(text, sizeof text, format, to_text(p).text, dtype_names[p.dtype], route_names[plan.kernel],
-                plan.table->isa, plan.table->isa, dtype_names[p.dtype], static_cast<long long>(plan.block_q),
+  std::snprintf(text, sizeof text, format, to_text(p).text, dtype_name(p.dtype), route_names[plan.kernel],
+                plan.table->isa, plan.table->isa, dtype_name(p.dtype), static_cast<long long>(plan.block_q),
                 static_cast<long long>(plan.block_kv), static_cast<long long>(plan.row_blocks),
                 static_cast<long long>(plan.chunks), static_cast<long long>(plan.chunk_keys),
                 static_cast<long long>(order.tasks()), plan.copy_kv ? (json ? "true" : "yes") : (json ? "false" : "no"),

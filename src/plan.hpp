@@ -34,7 +34,12 @@ struct plan {
   int64_t partial_out_bytes, partial_state_bytes;  // split-KV
   int64_t row_state_bytes;                         // what the second pass needs of the first
   int64_t column_bytes;                            // column sums of each row block
+
+  double expected_us() const;  // at rates that any core of the last ten years reaches
+  bool is_short() const;       // sooner done by one thread than a second one is awake
 };
+
+extern const char* const route_names[route_count];
 
 plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes);
 

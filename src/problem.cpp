@@ -7,7 +7,6 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <span>
 
 #include "check.hpp"
 
@@ -224,39 +223,6 @@ void check_indices(const problem& p, const mh_tensors& t) {
   }
 }
 
-// Appends to a fixed buffer; what does not fit is cut off.
-class line {
- public:
-  explicit line(std::span<char> buffer) noexcept : at_(buffer.data()), end_(buffer.data() + buffer.size() - 1) {
-    *at_ = 0;
-  }
-  line& operator<<(const char* text) noexcept {
-    while (*text != 0 && at_ != end_) *at_++ = *text++;
-    *at_ = 0;
-    return *this;
-  }
-  line& operator<<(number auto value) noexcept { return *this << number_text(value).digits; }
-
- private:
-  char* at_;
-  char* end_;
-};
-
-// Strides of [batch, length, heads, dim], or of [batch, heads, length, dim], without gaps.
-bool has_layout(bool bshd, const int64_t* s, int64_t heads, int64_t length, int64_t dim, int64_t batch) noexcept {
-  const int64_t head = bshd ? dim : length * dim, row = bshd ? heads * dim : dim;
-  if (batch * heads * length * dim == 0) return true;
-  return (batch <= 1 || s[0] == heads * length * dim) && (heads <= 1 || s[1] == head) && (length <= 1 || s[2] == row) &&
-         (dim <= 1 || s[3] == 1);
-}
-
-bool has_layout(bool bshd, const problem& p) noexcept {
-  return has_layout(bshd, p.q_strides, p.heads, p.q_len, p.head_dim, p.batch) &&
-         has_layout(bshd, p.k_strides, p.kv_heads, p.kv_len, p.head_dim, p.batch) &&
-         has_layout(bshd, p.v_strides, p.kv_heads, p.kv_len, p.v_dim, p.batch) &&
-         has_layout(bshd, p.out_strides, p.heads, p.q_len, p.v_dim, p.batch);
-}
-
 }  // namespace
 
 problem validate(const mh_problem& user, int64_t extra_keys) {
@@ -301,44 +267,6 @@ void check_workspace(const problem& p, const mh_tensors& tensors, const mh_exec&
   for (const operand& o : list.items) {
     if (o.present(p)) check_apart(workspace, o.a);
   }
-}
-
-problem_text to_text(const problem& p) noexcept {
-  problem_text result;
-  line text(result.text);
-  text << dtype_name(p.dtype) << " b" << p.batch << " h" << p.heads;
-  if (p.kv_heads != p.heads) text << "/" << p.kv_heads;
-  text << " q" << p.q_len << " kv" << p.kv_len << " d" << p.head_dim;
-  if (p.v_dim != p.head_dim) text << " v" << p.v_dim;
-  if (p.causal) text << " causal";
-  const bool window = p.window_left >= 0 || p.window_right >= 0;
-  const bool positions = p.causal || window || p.has_input(MH_INPUT_ALIBI);
-  if (p.align == MH_ALIGN_TOP_LEFT && positions && p.q_len != p.kv_len - p.extra_keys) text << " align=tl";
-  if (p.align == MH_ALIGN_BOTTOM_RIGHT) text << " align=br";
-  if (p.align == MH_ALIGN_OFFSET && !p.has_input(MH_INPUT_Q_OFFSET)) text << " align=off:" << p.q_offset;
-  if (window) text << " window=" << p.window_left << "," << p.window_right;
-  if (p.softcap != 0) text << " softcap=" << p.softcap;
-  if (p.scale != 1 / std::sqrt(static_cast<double>(p.head_dim))) text << " scale=" << p.scale;
-  if (p.has_input(MH_INPUT_ALIBI)) text << (p.alibi_mode == MH_ALIBI_SIGNED ? " alibi=signed" : " alibi");
-  if (p.alibi_batch_stride != 0) text << " slopes=bh";
-  if (p.has_input(MH_INPUT_SINKS)) text << " sinks";
-  if (p.has_input(MH_INPUT_MASK)) text << " mask";
-  if (p.has_input(MH_INPUT_BIAS)) text << " bias";
-  if (p.has_input(MH_INPUT_BIAS) && p.bias_dtype != MH_DTYPE_F32) text << "=" << dtype_name(p.bias_dtype);
-  if (p.has_input(MH_INPUT_KEY_MASK)) text << " keymask";
-  if (p.has_input(MH_INPUT_SEQUSED_K)) text << " lens";
-  if (p.has_input(MH_INPUT_Q_OFFSET)) text << " offsets";
-  const bool indices = p.has_input(MH_INPUT_SEQUSED_K) || p.has_input(MH_INPUT_Q_OFFSET);
-  if (indices && p.index_type == MH_INDEX_I64) text << " i64";
-  if (p.extra_keys != 0) text << " extra=" << p.extra_keys;
-  if (p.has_output(MH_OUTPUT_LSE)) text << (p.lse_base == MH_LSE_BASE2 ? " lse2" : " lse");
-  if (p.has_output(MH_OUTPUT_WEIGHTS)) text << " weights";
-  if (p.has_output(MH_OUTPUT_MEAN_WEIGHTS)) text << " meanw";
-  if (p.has_output(MH_OUTPUT_COLUMN_SUMS)) text << " colsums";
-  constexpr const char* stages[] = {"raw", "capped", "biased"};
-  if (p.has_output(MH_OUTPUT_SCORES)) text << " scores=" << stages[p.scores_stage];
-  if (!has_layout(false, p)) text << (has_layout(true, p) ? " bshd" : " strided");
-  return result;
 }
 
 }  // namespace manyhead

@@ -32,11 +32,4 @@ mh_tensors check_tensors(const problem& p, const mh_tensors& user);
 // The caller's workspace, where there is one, overlaps none of the tensors, which have passed check_tensors.
 void check_workspace(const problem& p, const mh_tensors& tensors, const mh_exec& exec);
 
-// The problem in the one-line syntax of tests/problems.txt, e.g. "f32 b1 h32/8 q2048 kv2048 d128 causal".
-// (Declared here, used by mh_plan_describe.)
-struct problem_text {
-  char text[512];
-};
-problem_text to_text(const problem& p) noexcept;
-
 }  // namespace manyhead

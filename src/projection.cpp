@@ -154,7 +154,7 @@ void linear<Real>::run(int64_t panel, int64_t rows, const Real* x, int64_t x_str
 }
 
 template <class Real>
-void multiply(const product<Real>* products, int64_t count, const mh_exec& exec) {
+void multiply(const product<Real>* products, int64_t count, const mh_exec& exec, const watched_call& watched) {
   int64_t tasks = 0;
   double us = 0;
   for (int64_t i = 0; i < count; ++i) {
@@ -167,12 +167,12 @@ void multiply(const product<Real>* products, int64_t count, const mh_exec& exec)
   const double worth = std::max(1.0, us / us_of_thread);
   if (worth < limited.threads) limited.threads = static_cast<int32_t>(worth);
   work<Real> all{products, limited.threads};
-  parallel_for(tasks, limited, work<Real>::run, &all);
+  parallel_for(tasks, limited, watched, phase_project, work<Real>::run, &all);
 }
 
 template class linear<float>;
 template class linear<double>;
-template void multiply(const product<float>*, int64_t, const mh_exec&);
-template void multiply(const product<double>*, int64_t, const mh_exec&);
+template void multiply(const product<float>*, int64_t, const mh_exec&, const watched_call&);
+template void multiply(const product<double>*, int64_t, const mh_exec&, const watched_call&);
 
 }  // namespace manyhead

@@ -14,6 +14,7 @@
 
 #include "kernels/kernel_api.hpp"
 #include "memory.hpp"
+#include "profile.hpp"
 
 namespace manyhead {
 
@@ -87,11 +88,11 @@ struct product {
 // All products of the list, on at most exec.threads threads and no more than their size is worth. No y overlaps
 // anything.
 template <class Real>
-void multiply(const product<Real>* products, int64_t count, const mh_exec& exec);
+void multiply(const product<Real>* products, int64_t count, const mh_exec& exec, const watched_call& watched);
 
 extern template class linear<float>;
 extern template class linear<double>;
-extern template void multiply(const product<float>*, int64_t, const mh_exec&);
-extern template void multiply(const product<double>*, int64_t, const mh_exec&);
+extern template void multiply(const product<float>*, int64_t, const mh_exec&, const watched_call&);
+extern template void multiply(const product<double>*, int64_t, const mh_exec&, const watched_call&);
 
 }  // namespace manyhead

@@ -80,6 +80,8 @@ const kernel_table& current_isa() {
   fail(MH_UNSUPPORTED, "this CPU (", this_machine().cpu_name, ") can run none of: ", names());
 }
 
+const kernel_table& find_isa(const char* name) { return *rows[find("isa", name)].kernels(); }
+
 void set_isa(const char* name) {
   forced.store(name == nullptr || *name == 0 ? automatic : find("isa", name), std::memory_order_relaxed);
 }

@@ -12,6 +12,7 @@ bool isa_supported(int32_t isa) noexcept;
 // The table that new plans use: the forced one (set_isa, MH_ISA), else the best supported. Throws where MH_ISA names
 // none.
 const kernel_table& current_isa();
-void set_isa(const char* name);  // throws manyhead::error; nullptr or "" = automatic
+const kernel_table& find_isa(const char* name);  // throws where there is none, or the CPU cannot run it
+void set_isa(const char* name);                  // throws manyhead::error; nullptr or "" = automatic
 
 }  // namespace manyhead

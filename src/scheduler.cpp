@@ -9,6 +9,7 @@
 
 #include "error.hpp"
 #include "pool.hpp"
+#include "profile.hpp"
 #include "schedule.hpp"
 #include "thread_memory.hpp"
 
@@ -111,17 +112,11 @@ void for_each(int64_t items, int64_t threads, const mh_exec& exec, const Item& i
   (void)state.next.load(std::memory_order_acquire);
 }
 
-// Waking a second thread costs 3 to 100 microseconds. Below this many microseconds of work (at rates that any core of
-// the last ten years reaches: 40 GFLOP/s, 10 GB/s) one thread is sooner done.
-constexpr double serial_below_us = 30;
-double expected_us(const plan& plan) { return plan.flops / 40e3 + plan.bytes / 10e3; }
-bool is_short(const plan& plan) { return expected_us(plan) < serial_below_us; }
-
 // How many tasks a worker takes at a time: about so many microseconds of work, and at most a sixteenth of its share. One by
 // one, neighbouring arrays go to different cores: 256 tasks of 1 us took 219 us on two threads, 8 at a time take 179.
 constexpr double taken_us = 20;
 int64_t step_of(const plan& plan, int64_t tasks, int64_t threads) {
-  const double most = taken_us * static_cast<double>(tasks) / std::max(expected_us(plan), 1.0);
+  const double most = taken_us * static_cast<double>(tasks) / std::max(plan.expected_us(), 1.0);
   return std::clamp<int64_t>(tasks / (16 * threads), 1,
                              std::max<int64_t>(1, static_cast<int64_t>(std::min(most, 1e6))));
 }
@@ -149,7 +144,8 @@ void set_tensors(kernel_call& c, const mh_tensors& t) {
   c.scores = t.scores;
 }
 
-void merge_chunks(const plan& plan, const kernel_call& c, int64_t threads, const mh_exec& exec) {
+void merge_chunks(const plan& plan, const kernel_call& c, int64_t threads, const mh_exec& exec,
+                  const watched_call& watched) {
   const int64_t rows = c.batch * c.heads * c.q_len;
   merge_args m{};
   m.states = c.chunks;
@@ -170,7 +166,8 @@ void merge_chunks(const plan& plan, const kernel_call& c, int64_t threads, const
   m.lse_base = c.lse_base;
   // About 16 KB of partial results an item: enough to be worth handing out, and few rows of many chunks still make many.
   const int64_t rows_at_once = std::clamp<int64_t>(4096 / (c.chunks * c.v_dim), 1, 32);
-  for_each((rows + rows_at_once - 1) / rows_at_once, threads, exec, [&](int64_t, int64_t i, int64_t) {
+  for_each((rows + rows_at_once - 1) / rows_at_once, threads, exec, [&](int64_t worker, int64_t i, int64_t) {
+    const watched_task timed(watched, worker, phase_merge);
     plan.table->dtype[plan.p.dtype].merge_real(&m, i * rows_at_once, std::min(rows, (i + 1) * rows_at_once));
   });
 }
@@ -189,7 +186,7 @@ void add_columns(const kernel_call& c, const problem& p, Real* sums, int64_t hea
 }  // namespace
 
 int32_t thread_count(const plan& plan, int32_t threads) {
-  if (is_short(plan)) return 1;
+  if (plan.is_short()) return 1;
   const int64_t most = std::max<int64_t>({most_tasks(plan), second_pass_tasks(plan), 1});
   return static_cast<int32_t>(std::min<int64_t>(wanted_threads(threads), most));
 }
@@ -199,7 +196,7 @@ int64_t workspace_bytes(const plan& plan, int32_t threads) {
   return plan.shared_bytes + thread_count(plan, threads) * round_up(plan.scratch_bytes, 64);
 }
 
-void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec) {
+void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec, const watched_call* within) {
   const default_fp_state fp;
   const problem& p = plan.p;
   const dtype_kernels& kernels = plan.table->dtype[p.dtype];
@@ -207,8 +204,9 @@ void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec) {
   set_tensors(c, tensors);
 
   const int64_t threads =
-      is_short(plan) ? 1 : std::min<int64_t>(thread_count(plan, exec.threads), usable_threads(exec));
+      plan.is_short() ? 1 : std::min<int64_t>(thread_count(plan, exec.threads), usable_threads(exec));
   workspace memory(workspace_bytes(plan, exec.threads), exec);
+  const watched_call watched(plan, threads, within);
   c.partial_out = plan.partial_out_bytes > 0 ? memory.take(plan.partial_out_bytes) : nullptr;
   const auto states = [&](int64_t bytes) {
     return bytes > 0 ? reinterpret_cast<double*>(memory.take(bytes)) : nullptr;
@@ -234,13 +232,16 @@ void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec) {
         t.scratch = slots + worker * slot_bytes;
         const kernel_task following = next >= 0 ? order.at(next) : kernel_task{};
         t.next = next >= 0 ? &following : nullptr;
+        watched_task timed(watched, worker, phase_count, &t);
+        t.clock = timed.clock();
         kernels.attention[plan.kernel](&c, &t);
       },
       step_of(plan, order.tasks(), threads), plan.kernel == route_decode);
-  if (plan.chunks > 1) merge_chunks(plan, c, threads, exec);
+  if (plan.chunks > 1) merge_chunks(plan, c, threads, exec, watched);
 
   const bool all_heads = p.has_output(MH_OUTPUT_MEAN_WEIGHTS);
   for_each(second_pass_tasks(plan), threads, exec, [&](int64_t worker, int64_t i, int64_t) {
+    const watched_task timed(watched, worker, phase_weights);
     kernel_task t{};
     t.scratch = slots + worker * slot_bytes;
     rows_of(t, i % plan.second_row_blocks, plan.second_block_q);
@@ -252,7 +253,8 @@ void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec) {
   });
 
   if (p.has_output(MH_OUTPUT_COLUMN_SUMS)) {
-    for_each(p.batch * p.heads, threads, exec, [&](int64_t, int64_t i, int64_t) {
+    for_each(p.batch * p.heads, threads, exec, [&](int64_t worker, int64_t i, int64_t) {
+      const watched_task timed(watched, worker, phase_weights);
       if (p.is_f64()) {
         add_columns(c, p, static_cast<double*>(tensors.column_sums), i);
       } else {
@@ -262,8 +264,11 @@ void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec) {
   }
 }
 
-void parallel_for(int64_t n, const mh_exec& exec, void (*fn)(void* arg, int64_t index), void* arg) {
-  for_each(n, usable_threads(exec), exec, [=](int64_t, int64_t i, int64_t) { fn(arg, i); });
+void parallel_for(int64_t n, const mh_exec& exec, const watched_call& watched, phase what, mh_task_fn fn, void* arg) {
+  for_each(n, usable_threads(exec), exec, [=, &watched](int64_t worker, int64_t i, int64_t) {
+    const watched_task timed(watched, worker, what);
+    fn(arg, i);
+  });
 }
 
 }  // namespace manyhead

@@ -32,7 +32,7 @@
 #include <utility>
 #include <vector>
 
-#include "problem_line.hpp"
+#include "problem_file.hpp"
 #include "reference.hpp"
 
 namespace manyhead::test {
@@ -313,7 +313,6 @@ struct test_case {
 
   void describe_arrays() {
     mh_problem& m = line.problem;
-    if (line.slopes_per_batch) m.alibi_batch_stride = m.heads;
     choose_strides(m);
     p = validate(m, line.extra_keys);
     for (const array& x : arrays(p)) {
@@ -329,7 +328,7 @@ struct test_case {
     const int32_t real = lse.type;
     vector(lens, type_i32 + p.index_type, 1, p.batch);
     vector(offsets, type_i32 + p.index_type, 1, p.batch);
-    vector(slopes, real, line.slopes_per_batch ? p.batch : 1, p.heads);
+    vector(slopes, real, p.alibi_batch_stride != 0 ? p.batch : 1, p.heads);
     vector(sinks, real, 1, p.heads);
   }
 

@@ -18,8 +18,8 @@
  *  - Results have the same bits for any number of threads and whatever else is in the batch.
  *  - A row that may attend no key gives out 0, weights 0, lse -inf (lse = sink where there is a sink), and success.
  *    NaN or inf in a key or value that a row may not attend never reaches that row; in one that it attends it does.
- *  - All functions may be called from several threads at once. Nothing prints, aborts, throws, or changes the
- *    caller's floating-point state.
+ *  - All functions may be called from several threads at once. Nothing aborts, throws, or changes the caller's
+ *    floating-point state. Nothing prints, but what the environment variables MH_VERBOSE and MH_PROFILE ask for.
  */
 #ifndef MANYHEAD_MANYHEAD_H
 #define MANYHEAD_MANYHEAD_H
@@ -95,7 +95,7 @@ MH_API mh_status mh_set_isa(const char* name);
 MH_API int32_t mh_threads(void);
 MH_API mh_status mh_set_threads(int32_t threads);
 
-/* Facts about the machine as JSON: isa, threads, cache sizes, CPU name. Works like snprintf: writes at most `size`
+/* Facts about the machine as JSON: isa, threads, cache sizes, CPU name, cores, memory, system. Works like snprintf: writes at most `size`
  * bytes with the final 0 and sets *needed (may be NULL) to the size of the whole text with its final 0. */
 MH_API mh_status mh_machine_describe(char* buffer, size_t size, size_t* needed);
 
@@ -254,6 +254,73 @@ typedef enum mh_format { MH_FORMAT_LINE = 0, MH_FORMAT_JSON = 1 } mh_format;
  * tiles skipped; the threads of a run with default settings, and the balance to expect of them: the load of the busiest
  * over the mean. Buffer as in mh_machine_describe. */
 MH_API mh_status mh_plan_describe(const mh_plan* plan, int32_t format, char* buffer, size_t size, size_t* needed);
+
+/* ---- Measuring ------------------------------------------------------------------------------------------------ */
+
+/* Reads a problem from a line such as "f32 b1 h32/8 q2048 kv2048 d128 causal": what mh_plan_describe prints before ": "
+ * and MH_VERBOSE logs. First a dtype (f32 f64 bf16 f16), then in any order
+ *   b<batch> h<heads>[/<kv_heads>] q<q_len> kv<kv_len> d<head_dim> [v<v_dim>]
+ *   [causal] [align=tl|br|off:<n>] [window=<left>,<right>] [softcap=<x>] [scale=<x>] [alibi|alibi=signed] [slopes=bh]
+ *   [sinks] [mask] [bias|bias=<dtype>] [keymask] [lens] [offsets] [i64]     i64: lens and offsets are int64, else int32
+ *   [lse|lse2] [weights] [meanw] [colsums] [scores=raw|capped|biased]
+ *   [bshd]     q, k, v and out lie as [batch, length, heads, dim], else as [batch, heads, length, dim]
+ *   [strided]  they lie in a way that a line cannot say; [extra=<n>] keys that the layer added: read as if not there
+ * Fills *problem in as a caller does, struct_size included; mh_plan_create checks it. MH_INVALID_ARGUMENT: the line is none;
+ * *column (may be NULL) is then where the word at fault begins, from 0. */
+MH_API mh_status mh_problem_parse(const char* line, mh_problem* problem, size_t* column);
+
+/* What the machine can do now, measured for so many seconds (> 0, at most 3600) with threads of the probe's own (1 to 4096);
+ * not for use beside other work. isa: a name as in mh_isa_name, NULL = mh_isa_current(); MH_UNSUPPORTED where the CPU
+ * lacks it.
+ * mh_probe_arithmetic: FLOP/s of multiply-adds in registers, on the unit that kernels of that dtype use: f32 or f64
+ * vectors, for bf16 and f16 with "amx" the matrix unit.
+ * mh_probe_read: bytes/s of reading `bytes` (>= 1, in all) again and again, each thread its own part, with whole vectors.
+ * mh_probe_clock: cycles/s of the core that runs the call. */
+MH_API mh_status mh_probe_arithmetic(const char* isa, int32_t dtype, int32_t threads, double seconds, double* flops);
+MH_API mh_status mh_probe_read(const char* isa, size_t bytes, int32_t threads, double seconds,
+                               double* bytes_per_second);
+MH_API mh_status mh_probe_clock(double seconds, double* hertz);
+
+/* Runs the plan again and again, as mh_plan_run does, until `seconds` (0 to 3600) are over or it has run `most` (>= 1)
+ * times, at least once. times[i], i < *runs, gets the seconds of run i. */
+MH_API mh_status mh_plan_measure(const mh_plan* plan, const mh_tensors* tensors, const mh_exec* exec, double seconds,
+                                 int64_t most, double* times, int64_t* runs);
+
+/* A profile of all calls of the process between begin and end: when each began, how long it took, on how many threads, and
+ * what its time went into. One at a time; MH_INVALID_ARGUMENT where one is running, or none to end.
+ *
+ * The phases, in seconds of all threads together: pack (Q, K, V brought into the order that kernels want), scores (Q K^T),
+ * mask (what masks, biases, softcap, ALiBi do), softmax, values (P V), store, merge (of partial results), weights (the second
+ * pass), project (the layer's projections), idle (the call's threads times its seconds, less the others). About one task in
+ * eight is looked into, each thread's first among them, and stands for the others; of calls of less than some 30 us every
+ * sixteenth. Calls of which no task was have null for phases.
+ *
+ * Cost: all memory is set aside at begin; a call takes less than 1 % longer, one of less than 0.1 ms up to 2 %. No cost where
+ * no profile runs. The environment variable MH_PROFILE=<file> profiles the whole process, and writes the trace to the file
+ * when it ends; MH_VERBOSE=1 prints a line for each call to stderr: its problem, time and kernel. */
+#define MH_PROFILE_COUNTERS 1u /* hardware counters of each thread, from its first task on, where the kernel allows */
+
+typedef struct mh_profile_options {
+  size_t struct_size;
+  int64_t calls;     /* room for so many calls, 0 = 4096. Later ones are counted, not kept */
+  int64_t tasks;     /* for so many of their tasks, 0 = 65536 */
+  uint32_t flags;    /* MH_PROFILE_COUNTERS */
+  int32_t reserved0; /* 0 */
+} mh_profile_options;
+
+/* options may be NULL. */
+MH_API mh_status mh_profile_begin(const mh_profile_options* options);
+/* Waits for calls that are running. Not to be called from a host's parallel_for. */
+MH_API mh_status mh_profile_end(void);
+
+typedef enum mh_profile_format {
+  MH_PROFILE_SUMMARY = 0, /* JSON: calls and threads, with their phases, in seconds */
+  MH_PROFILE_TRACE = 1 /* the JSON that Perfetto and Chrome's tracing read: calls, tasks, phases on their threads; the
+                             summary under "manyhead" */
+} mh_profile_format;
+
+/* The profile that ended last, as text. Buffer as in mh_machine_describe. */
+MH_API mh_status mh_profile_describe(int32_t format, char* buffer, size_t size, size_t* needed);
 
 /* ---- Merging partial results ---------------------------------------------------------------------------------- */
 

@@ -4,9 +4,9 @@
     out = manyhead.attention(q, k, v, causal=True)
 
 `attention` computes one call, `plan` prepares a kind of call, `MultiHeadAttention` is the layer with its projections,
-`merge_state` and `merge_states` join partial results, `show_heads` draws attention weights. `True` in a boolean mask
-means "may attend" everywhere but in `MultiHeadAttention.forward_torch`. `python -m manyhead` prints what this
-installation is and runs on.
+`merge_state` and `merge_states` join partial results, `profile` says what calls spend their time on, `show_heads` draws
+attention weights. `True` in a boolean mask means "may attend" everywhere but in `MultiHeadAttention.forward_torch`.
+`manyhead --help`, or `python -m manyhead --help`, lists commands.
 """
 
 from ._attention import Plan, attention, plan
@@ -14,12 +14,14 @@ from ._heads import show_heads
 from ._layer import MultiHeadAttention
 from ._library import Error, __version__
 from ._merge import merge_state, merge_states
+from ._profile import Profile, profile
 from ._runtime import isa, isas, machine, set_isa, set_threads, threads, version
 
 __all__ = [
     "Error",
     "MultiHeadAttention",
     "Plan",
+    "Profile",
     "__version__",
     "attention",
     "isa",
@@ -28,6 +30,7 @@ __all__ = [
     "merge_state",
     "merge_states",
     "plan",
+    "profile",
     "set_isa",
     "set_threads",
     "show_heads",

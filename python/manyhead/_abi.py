@@ -17,6 +17,8 @@ LSE_NATURAL, LSE_BASE2 = range(2)
 SCORES_RAW, SCORES_CAPPED, SCORES_BIASED = range(3)
 INDEX_I32, INDEX_I64 = range(2)
 FORMAT_LINE, FORMAT_JSON = range(2)
+PROFILE_SUMMARY, PROFILE_TRACE = range(2)
+PROFILE_COUNTERS = 1
 
 FLAG_SCALE, FLAG_STRIDES, FLAG_WINDOW = 1, 2, 4
 
@@ -208,6 +210,18 @@ class MhaCall(Structure):
     ]
 
 
+class ProfileOptions(Structure):
+    """mh_profile_options"""
+
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("calls", c_int64),
+        ("tasks", c_int64),
+        ("flags", c_uint32),
+        ("reserved0", c_int32),
+    ]
+
+
 # C name -> Python class, for the test that compares sizes and offsets.
 STRUCTS: dict[str, type[Structure]] = {
     "mh_problem": Problem,
@@ -216,6 +230,7 @@ STRUCTS: dict[str, type[Structure]] = {
     "mh_merge": Merge,
     "mh_mha_weights": MhaWeights,
     "mh_mha_call": MhaCall,
+    "mh_profile_options": ProfileOptions,
 }
 
 # Function -> (result, arguments). Pointers to structs are c_void_p: ctypes.byref is the cheapest way to pass one.
@@ -241,6 +256,17 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "mh_plan_run": (c_int32, (c_void_p, c_void_p, c_void_p)),
     "mh_attention": (c_int32, (c_void_p, c_void_p, c_void_p)),
     "mh_plan_describe": (c_int32, (c_void_p, c_int32, c_char_p, c_size_t, POINTER(c_size_t))),
+    "mh_problem_parse": (c_int32, (c_char_p, c_void_p, POINTER(c_size_t))),
+    "mh_probe_arithmetic": (c_int32, (c_char_p, c_int32, c_int32, c_double, POINTER(c_double))),
+    "mh_probe_read": (c_int32, (c_char_p, c_size_t, c_int32, c_double, POINTER(c_double))),
+    "mh_probe_clock": (c_int32, (c_double, POINTER(c_double))),
+    "mh_plan_measure": (
+        c_int32,
+        (c_void_p, c_void_p, c_void_p, c_double, c_int64, POINTER(c_double), POINTER(c_int64)),
+    ),
+    "mh_profile_begin": (c_int32, (c_void_p,)),
+    "mh_profile_end": (c_int32, ()),
+    "mh_profile_describe": (c_int32, (c_int32, c_char_p, c_size_t, POINTER(c_size_t))),
     "mh_merge_states": (c_int32, (c_void_p,) * 5),
     "mh_merge_state": (c_int32, (c_void_p,) * 7),
     "mh_mha_create": (c_int32, (c_void_p, POINTER(c_void_p))),

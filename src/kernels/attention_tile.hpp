@@ -37,6 +37,7 @@ struct tile_task {
       : c(call), task(t), at(positions_of(call, t.batch)), kv_head(t.kv_head_begin) {
     carver from{static_cast<char*>(task.scratch)};
     scratch = carve_tile<T>(from, c);
+    scratch.clock = task.clock;
     for (int64_t row = task.row_begin; row < task.row_end; row += p[panels++].count) {
       p[panels] = carve_panel<T>(from, c, true);
       place_panel(c, at, row, task.row_end, panel_vectors<T>(task.row_end - row), p[panels]);
@@ -103,6 +104,7 @@ struct tile_task {
     } else {
       rows.weigh_tile(scratch.scores, t.keys(), exp_scale);
     }
+    lap(task.clock, phase_softmax);
     ask_for_next(i, tile);
     const auto add_values = [&]<product_mode Mode>(const auto& reached) MH_INLINE_LAMBDA {
       product<Mode, NV>(tile.v.after(t.begin - tile.begin), whole_panel<const T, NV>{scratch.scores}, c.v_dim, t.keys(),
@@ -117,6 +119,7 @@ struct tile_task {
       x.started ? add_values.template operator()<product_mode::add>(no_stairs{})
                 : add_values.template operator()<product_mode::set>(no_stairs{});
     }
+    lap(task.clock, phase_values);
     x.started = true;
   }
 
@@ -151,11 +154,15 @@ struct tile_task {
       // V of this tile is asked for during the first product; where copies are made before it, of the next tile.
       ahead.add(rows_ahead<D>(c, c.v, c.v_strides, task.batch, kv_head, c.copy_kv ? tile_end : tile_begin,
                               c.copy_kv ? tile.next_end - tile_end : tile_end - tile_begin, c.v_dim));
+      lap(task.clock, phase_pack);
       for (int64_t i = first; i < last; ++i) {
         panel<T>& x = p[i];
         if (min_of(tile_end, x.clip().end) <= max_of(tile_begin, x.clip().begin)) continue;
-        if (!x.packed) pack_q<D>(c, task.batch, kv_head, x);
-        x.packed = true;
+        if (!x.packed) {
+          pack_q<D>(c, task.batch, kv_head, x);
+          x.packed = true;
+          lap(task.clock, phase_pack);
+        }
         switch (x.vectors) {
           case 1:
             attend<1>(i, tile, careful);
@@ -176,9 +183,12 @@ struct tile_task {
     // NaN or inf in a value that some row of the tile may not attend, or sums that ran over the largest float, show
     // here, and only then is the panel done again with care. A result that really is not finite comes out the same.
     for (int64_t i = 0; i < panels; ++i) {
-      if (finish_panel<D>(c, task, kv_head, p[i], false)) continue;
+      const bool finite = finish_panel<D>(c, task, kv_head, p[i], false);
+      lap(task.clock, phase_store);
+      if (finite) continue;
       attend_all(i, i + 1, true);
       finish_panel<D>(c, task, kv_head, p[i], true);
+      lap(task.clock, phase_store);
     }
   }
 };

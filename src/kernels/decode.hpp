@@ -332,6 +332,14 @@ struct decode_task {
     sum.store_aligned(row_sum);
   }
 
+  // Every eighth tile is timed, for itself and those up to the next one: a tile can be half a microsecond.
+  MH_INLINE phase_clock* clock_of(int64_t tile, int64_t tiles_left) const {
+    constexpr int64_t timed = 8;
+    if (__builtin_expect(task.clock == nullptr || tile % timed != 0, 1)) return nullptr;
+    resume_clock(*task.clock, min_of(timed, tiles_left));
+    return task.clock;
+  }
+
   template <bool Careful>
   __attribute__((noinline)) void attend_all() {
     const T careful_factor = Careful ? static_cast<T>(::exp2(-careful_shift(c.kv_len))) : T(1);
@@ -343,7 +351,10 @@ struct decode_task {
     const int64_t begin = first_key(at, task);
     int64_t end = c.extra_keys > 0 ? c.kv_len : last.end;
     if (c.chunks > 1) end = min_of(end, (task.chunk + 1) * c.chunk_keys);
+    int64_t tile = 0;
+    phase_clock* clock = nullptr;
     for (int64_t b = begin / c.block_kv * c.block_kv; b < end; b += c.block_kv) {
+      clock = clock_of(tile++, (end - b + c.block_kv - 1) / c.block_kv);
       const tile_at t{task.batch, kv_head, task.row_begin, rows, max_of(b, begin), min_of(b + c.block_kv, end)};
       const int64_t keys = t.keys();
       const int64_t padded = round_up(keys, w);
@@ -351,6 +362,7 @@ struct decode_task {
       if (c.mask != nullptr || c.key_mask != nullptr || t.begin < last.begin || t.end > first.end) {
         const visibility see =
             see_tile<T>(c, at, t.batch, kv_head, t.row, rows, round_up(rows, w), t.begin, t.end, words);
+        lap(clock, phase_mask);
         if (see == visibility::none) continue;
         restricted = see == visibility::some;
       }
@@ -363,16 +375,19 @@ struct decode_task {
       } else {
         score<false>(k, keys, soon{});
       }
+      lap(clock, phase_scores);
       if (c.softcap > 0) {
         for (int64_t r = 0; r < rows; ++r) softcap_pass<T>(c, scores + r * width, padded);
       }
       if (c.alibi_slopes != nullptr) alibi_pass_rows<T>(c, at, t, width, scores);
       if (c.bias != nullptr) bias_pass_rows<T>(c, t, width, scores);
       if (restricted) visibility_pass_rows<T>(words, round_up(rows, w), rows, padded, width, scores);
+      if (restricted || has_score_passes(c)) lap(clock, phase_mask);
       for (int64_t i = keys; i < padded; ++i) {
         for (int64_t r = 0; r < rows; ++r) scores[r * width + i] = -infinity<T>;
       }
       for (int64_t r = 0; r < rows; ++r) weigh<Careful>(r, padded, careful_factor);
+      lap(clock, phase_softmax);
       if (c.copy_kv) {
         add_all<Careful, false>(copied(v, keys, c.v_dim, c.v_strides[3], v_dim, v_copy), keys, soon{});
       } else if (!Careful && c.prefetch && (t.end < end || task.next != nullptr)) {
@@ -383,7 +398,9 @@ struct decode_task {
       } else {
         add_all<Careful, false>(v, keys, soon{});
       }
+      lap(clock, phase_values);
     }
+    if (task.clock != nullptr) resume_clock(*task.clock, 1);
   }
 
   // Divides and stores. False: something is not finite.
@@ -418,10 +435,14 @@ struct decode_task {
 
   void run() {
     start();
+    lap(task.clock, phase_pack);
     attend_all<false>();
-    if (finish(false)) return;
+    const bool finite = finish(false);
+    lap(task.clock, phase_store);
+    if (finite) return;
     attend_all<true>();  // see tile_task::run
     finish(true);
+    lap(task.clock, phase_store);
   }
 };
 

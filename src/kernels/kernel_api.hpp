@@ -77,6 +77,27 @@ struct kernel_call {
   int64_t row_blocks;
 };
 
+// What a task's time goes into.
+enum phase : int32_t {
+  phase_pack,     // Q packed; K and V copied, converted or brought into the matrix unit's order
+  phase_scores,   // Q K^T
+  phase_mask,     // what masks, softcap, ALiBi and bias do to scores
+  phase_softmax,  // maxima, exponentials, sums
+  phase_values,   // P V
+  phase_store,    // divided, transposed, written to out
+  phase_merge,    // partial results joined
+  phase_weights,  // the second pass: weights, scores, column sums
+  phase_project,  // the layer's projections
+  phase_count
+};
+
+// A profile's view of a running task, in ticks (ticks.hpp).
+struct phase_clock {
+  uint64_t last;    // the end of the last phase
+  uint64_t weight;  // how often what follows counts
+  uint64_t ticks[phase_count];
+};
+
 // One unit of work; tasks of one call write disjoint memory.
 struct kernel_task {
   int64_t batch;
@@ -88,6 +109,7 @@ struct kernel_task {
   // NULL, or what this thread does next: its first rows may be asked for. Of it only batch, kv_head_begin, row_begin
   // and chunk are set.
   const kernel_task* next;
+  phase_clock* clock;  // NULL: not profiled
 };
 
 using task_fn = void (*)(const kernel_call*, const kernel_task*);
@@ -125,6 +147,12 @@ struct linear_args {
 };
 using linear_fn = void (*)(const linear_args*);
 
+// What a core can do at most, for profiles: `turns` turns of a loop of independent multiply-adds on the unit that the
+// kernels of a dtype use, and reading memory, a multiple of 512 bytes, with whole vectors. Both return something that
+// depends on all of it.
+using arithmetic_fn = double (*)(int64_t turns);
+using read_fn = uint64_t (*)(const void*, int64_t bytes);
+
 enum route : int32_t { route_tile, route_decode, route_matrix, route_count };
 
 struct dtype_kernels {
@@ -133,6 +161,8 @@ struct dtype_kernels {
   merge_fn merge;                  // states and result of this dtype
   merge_fn merge_real;             // states in real, result of this dtype: joins split-KV partials
   int64_t (*scratch_bytes[route_count])(const kernel_call*, int64_t block_q);  // of a route's tasks and second pass
+  arithmetic_fn arithmetic;
+  int64_t flops_of_turn;  // of `arithmetic`
 };
 
 struct kernel_table {
@@ -144,6 +174,7 @@ struct kernel_table {
   dtype_kernels dtype[4];   // by mh_dtype
   int32_t linear_width[2];  // outputs of a whole panel of packed weights: [0] float, [1] double
   linear_fn linear[2];
+  read_fn read;
 };
 
 }  // namespace manyhead

@@ -9,6 +9,7 @@
 #endif
 #include "linear.hpp"
 #include "merge.hpp"
+#include "probe.hpp"
 #include "weights.hpp"
 
 namespace manyhead::MH_ISA {
@@ -25,11 +26,15 @@ constexpr dtype_kernels kernels_of() {
                      attention_weights<D>,
                      merge_rows<D, D>,
                      merge_rows<Real, D>,
-                     {scratch_bytes<D, tile_task<D>>, scratch_bytes<D, decode_task<D>>, nullptr}};
+                     {scratch_bytes<D, tile_task<D>>, scratch_bytes<D, decode_task<D>>, nullptr},
+                     multiply_adds<typename D::real>,
+                     flops_of_turn<typename D::real>};
 #if MH_MATRIX
   if constexpr (sizeof(typename D::storage) == 2) {
     k.attention[route_matrix] = attention_matrix<D>;
     k.scratch_bytes[route_matrix] = scratch_bytes<D, matrix_task<D>>;
+    k.arithmetic = unit_multiply_adds;
+    k.flops_of_turn = unit_flops_of_turn;
   }
 #endif
   return k;
@@ -52,7 +57,8 @@ constexpr kernel_table table = {
 #undef MH_DTYPE_ROW
     },
     {static_cast<int32_t>(linear_width<float>), static_cast<int32_t>(linear_width<double>)},
-    {linear_task<float>, linear_task<double>}};
+    {linear_task<float>, linear_task<double>},
+    read_memory};
 
 #define MH_DTYPE_ROW(enumerator, trait, real) +1
 static_assert(0

@@ -86,6 +86,7 @@ struct matrix_task {
         key_steps(call.block_kv / unit_step) {
     carver from{static_cast<char*>(task.scratch)};
     carve(from, c, this);
+    scratch.clock = task.clock;
     for (int64_t row = task.row_begin; row < task.row_end; row += width) {
       p[panels] = carve_panel(from, c);
       place_panel(c, at, row, task.row_end, NV, p[panels++]);
@@ -223,13 +224,16 @@ struct matrix_task {
       const vec<T> scale(static_cast<T>(c.q_scale));
       for (int64_t i = 0; i < t.keys() * width; i += w) (vec<T>::load_aligned(s + i) * scale).store_aligned(s + i);
     }
+    lap(task.clock, phase_scores);
     change_scores<T, NV>(c, at, t, see, scratch);
+    if (see == visibility::some || has_score_passes(c)) lap(task.clock, phase_mask);  // else only maxima
     for (int64_t i = t.keys() * width; i < keys * width; i += w) vec<T>(-infinity<T>).store_aligned(s + i);
 
     const softmax_rows<T, NV> rows{x.row_max, x.row_sum, x.out, c.v_dim};
     const T exp_scale = static_cast<T>(c.exp_scale);
     rows.raise(scratch.tile_max, exp_scale, x.started);
     weigh(rows, keys, exp_scale);
+    lap(task.clock, phase_softmax);
 
     const unit_b weights_at{weights, key_steps * block_words, block_words};
     constexpr unit_terms all_but_least = {parts, {2, 1}};
@@ -238,6 +242,7 @@ struct matrix_task {
                         v_rows * unit_step};
       unit.product(v_at, weights_at, all_but_least, keys / unit_step, x.out + d * width, width, x.started);
     }
+    lap(task.clock, phase_values);
     x.started = true;
   }
 
@@ -258,6 +263,7 @@ struct matrix_task {
       const int64_t tile_end = min_of(b + c.block_kv, last);
       pack_keys(b, tile_end);
       pack_values(b, tile_end);
+      lap(task.clock, phase_pack);
       for (int64_t i = 0; i < panels; ++i) {
         panel<T>& x = p[i];
         const int64_t from = max_of(b, x.clip().begin);
@@ -268,8 +274,11 @@ struct matrix_task {
                         b + (from - b) / unit_step * unit_step,
                         min_of(tile_end, x.clip().end)};
         if (t.end <= from) continue;
-        if (!x.packed) pack_rows(x);
-        x.packed = true;
+        if (!x.packed) {
+          pack_rows(x);
+          x.packed = true;
+          lap(task.clock, phase_pack);
+        }
         attend(x, t, b);
       }
     }
@@ -291,6 +300,7 @@ struct matrix_task {
       for (int64_t l = 0; l < p[i].count && p[i].started; ++l) good = good && p[i].row_sum[l] > 0;
       again |= static_cast<uint32_t>(!good) << i;
     }
+    lap(task.clock, phase_store);
     for (int64_t i = 0; i < panels; ++i) {
       if ((again >> i & 1U) == 0) continue;
       kernel_task rows = task;

@@ -2,6 +2,7 @@
 // Shared by the first pass (attention_tile.hpp) and the second (weights.hpp).
 #pragma once
 
+#include "phases.hpp"
 #include "product.hpp"
 #include "score.hpp"
 #include "softmax.hpp"
@@ -45,6 +46,7 @@ struct tile_scratch {
   bits<T>* words;  // [block_kv / word_keys + 1][panel_width]
   T* k_copy;       // [block_kv][head_dim], with copy_kv
   T* v_copy;       // [block_kv][v_dim]
+  phase_clock* clock = nullptr;
 };
 
 // Hands out 64-byte aligned pieces of a task's scratch; with base = nullptr it only adds up.
@@ -171,7 +173,10 @@ MH_INLINE visibility see_panel(const kernel_call& c, const positions& at, const 
                                const tile_scratch<T>& scratch) {
   if (c.mask == nullptr && c.key_mask == nullptr && t.begin >= p.whole.begin && t.end <= p.whole.end)
     return visibility::all;
-  return see_tile<T>(c, at, t.batch, t.kv_head, t.row, t.count, p.width(), t.begin, t.end, scratch.words);
+  const visibility see =
+      see_tile<T>(c, at, t.batch, t.kv_head, t.row, t.count, p.width(), t.begin, t.end, scratch.words);
+  lap(scratch.clock, phase_mask);
+  return see;
 }
 
 // Everything that changes scores, and their column maxima.
@@ -245,6 +250,7 @@ MH_INLINE visibility scores_of(const kernel_call& c, const positions& at, const 
   if (see == visibility::all && !has_score_passes(c)) {
     for (int v = 0; v < NV; ++v) vec<T>(-infinity<T>).store_aligned(scratch.tile_max + v * lanes<T>);
     product<product_mode::set_max, NV>(k, q, t.keys(), c.head_dim, s, scratch.tile_max, ahead);
+    lap(scratch.clock, phase_scores);
     return see;
   }
   if (reached != nullptr) {
@@ -252,7 +258,9 @@ MH_INLINE visibility scores_of(const kernel_call& c, const positions& at, const 
   } else {
     product<product_mode::set, NV>(k, q, t.keys(), c.head_dim, s, scratch.tile_max, ahead);
   }
+  lap(scratch.clock, phase_scores);
   change_scores<T, NV>(c, at, t, see, scratch);
+  lap(scratch.clock, phase_mask);
   return see;
 }
 

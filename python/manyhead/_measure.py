@@ -1,0 +1,217 @@
+"""What the command line measures with: problems from lines of text, made real with random numbers, and the probes.
+
+Times are taken in C (mh_plan_measure), so that Python adds nothing to them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from ctypes import byref, c_double, c_int64, c_size_t, c_void_p, sizeof
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from . import _abi
+from ._library import check, lib, text_of
+from ._profile import profile
+from ._runtime import isa as current_isa
+from ._runtime import set_isa
+
+_RANDOM = 1 << 20  # random numbers are drawn once for so many elements and then repeated
+
+
+class ProblemLineError(ValueError):
+    """A line that is no problem. `column` is where the word at fault begins, from 0."""
+
+    def __init__(self, text: str, line: str, column: int) -> None:
+        super().__init__(text)
+        self.line = line
+        self.column = column
+
+    def pointed(self) -> str:
+        """The line, and under it a mark at the column."""
+        return f"{self.line}\n{' ' * self.column}^"
+
+
+def parse_problem(line: str) -> _abi.Problem:
+    """The problem that a line such as "f32 b1 h8 q128 kv128 d64 causal" stands for. Raises ProblemLineError."""
+    problem, column = _abi.Problem(), c_size_t()
+    if lib.mh_problem_parse(line.encode(), byref(problem), byref(column)):
+        text = lib.mh_last_error().decode(errors="replace")
+        at = len(line.encode()[: column.value].decode(errors="replace"))
+        raise ProblemLineError(text, line, at)
+    return problem
+
+
+def dtype_name(dtype: int) -> str:
+    return lib.mh_dtype_name(dtype).decode()
+
+
+def _dtype_code(dtype: str) -> int:
+    for code in range(lib.mh_dtype_count()):
+        if dtype_name(code) == dtype:
+            return code
+    raise ValueError(f"dtype is {dtype!r}, must be one of: {', '.join(map(dtype_name, range(lib.mh_dtype_count())))}")
+
+
+class Workload:
+    """A problem made real: a plan, and arrays of random normal numbers for it.
+
+    Args:
+        line: the problem; `ProblemLineError` where it is none, ValueError where it makes no sense.
+        isa: the instruction set of the plan, None = the current one. manyhead.Error where the CPU lacks it.
+        threads: most threads of a run, 0 = the default.
+        seed: of the random numbers.
+    """
+
+    def __init__(self, line: str, *, isa: str | None = None, threads: int = 0, seed: int = 0) -> None:
+        if threads < 0:
+            raise ValueError(f"threads is {threads}, must be at least 0")
+        self._problem = parse_problem(line)
+        self._plan = c_void_p()
+        before = current_isa() if isa is not None else None
+        try:
+            if isa is not None:
+                set_isa(isa)
+            check(lib.mh_plan_create(byref(self._problem), byref(self._plan)))
+        finally:
+            if before is not None:
+                set_isa(before)
+        self.plan: dict[str, Any] = json.loads(text_of(partial(lib.mh_plan_describe, self._plan, _abi.FORMAT_JSON)))
+        self.line: str = self.plan["problem"]
+        self.flops: float = self.plan["flops"]
+        self.bytes: float = self.plan["bytes"]
+        self.isa: str = self.plan["isa"]
+        self.dtype: str = self.plan["dtype"]
+        self.route: str = self.plan["kernel"].split("/")[2].split("@")[0]
+        self._exec = _abi.Exec(struct_size=sizeof(_abi.Exec), threads=threads)
+        self.arrays: dict[str, np.ndarray] = {}
+        self._tensors = _abi.Tensors(struct_size=sizeof(_abi.Tensors))
+        self._make_arrays(np.random.default_rng(seed))
+        self.threads: int = self._threads_of_a_run()
+
+    def __del__(self) -> None:
+        if getattr(self, "_plan", None):
+            lib.mh_plan_destroy(self._plan)
+
+    def run(self) -> None:
+        check(lib.mh_plan_run(self._plan, byref(self._tensors), byref(self._exec)))
+
+    def measure(self, seconds: float, most: int = 1000) -> np.ndarray:
+        """The seconds of each of at most `most` runs, one after another, until so many seconds are over."""
+        times, runs = np.empty(most), c_int64()
+        to = times.ctypes.data_as(ctypes.POINTER(c_double))
+        check(lib.mh_plan_measure(self._plan, byref(self._tensors), byref(self._exec), seconds, most, to, byref(runs)))
+        return times[: runs.value]
+
+    def phases(self) -> dict[str, Any]:
+        """Some profiled runs: their mean seconds, threads, phases in seconds of all threads, and counters."""
+        summary = self._profiled(int(np.clip(0.05 / max(self.measure(0.0, 1)[0], 1e-6), 3, 64)))
+        calls = [call for call in summary["calls"] if call["phases"] is not None]
+        best = min(call["seconds"] for call in calls)
+        calls = [call for call in calls if call["seconds"] <= 2 * best]  # others were interrupted
+        counters: dict[str, float] = {}
+        for name in summary["threads"][0]["counters"]:
+            values = [thread["counters"][name] for thread in summary["threads"]]
+            if None not in values:
+                counters[name] = sum(values) / len(summary["calls"])
+        return {
+            "seconds": float(np.mean([call["seconds"] for call in calls])),
+            "threads": calls[0]["threads"],
+            "phases": {name: float(np.mean([call["phases"][name] for call in calls])) for name in calls[0]["phases"]},
+            "counters": counters or None,
+            "counters_note": summary["counters_note"],
+        }
+
+    def _profiled(self, runs: int) -> dict[str, Any]:
+        with profile(calls=runs, counters=True) as recorded:
+            for _ in range(runs):
+                self.run()
+        return recorded.summary
+
+    def _threads_of_a_run(self) -> int:
+        return self._profiled(1)["calls"][0]["threads"]
+
+    def _make_arrays(self, rng: np.random.Generator) -> None:
+        p = self._problem
+        kv_heads, v_dim = p.kv_heads or p.heads, p.v_dim or p.head_dim
+        real = "f64" if self.dtype == "f64" else "f32"
+        bshd = bool(p.q_strides[3])  # a line gives strides for this layout only
+        rows, pairs = (p.batch, p.heads, p.q_len), (p.batch, p.heads, p.q_len, p.kv_len)
+        self._add("q", self._normal(rng, self.dtype, _lay((*rows, p.head_dim), bshd)))
+        self._add("k", self._normal(rng, self.dtype, _lay((p.batch, kv_heads, p.kv_len, p.head_dim), bshd)))
+        self._add("v", self._normal(rng, self.dtype, _lay((p.batch, kv_heads, p.kv_len, v_dim), bshd)))
+        self._add("out", self._normal(rng, self.dtype, _lay((*rows, v_dim), bshd)))
+        index = np.int64 if p.index_type == _abi.INDEX_I64 else np.int32
+        slopes = 2.0 ** (-8.0 * np.arange(1, p.heads + 1) / p.heads)
+        if p.alibi_batch_stride:
+            slopes = np.tile(slopes, (p.batch, 1))
+        kind = _REAL[real]
+        for bit, name, make in (
+            (_abi.INPUT_MASK, "mask", lambda: self._mostly_true(rng, pairs)),
+            (_abi.INPUT_BIAS, "bias", lambda: self._normal(rng, dtype_name(p.bias_dtype), pairs)),
+            (_abi.INPUT_KEY_MASK, "key_mask", lambda: self._mostly_true(rng, (p.batch, p.kv_len))),
+            (_abi.INPUT_SEQUSED_K, "seqused_k", lambda: np.full(p.batch, p.kv_len, index)),
+            (_abi.INPUT_Q_OFFSET, "q_offset", lambda: np.full(p.batch, max(p.kv_len - p.q_len, 0), index)),
+            (_abi.INPUT_ALIBI, "alibi_slopes", lambda: slopes.astype(kind)),
+            (_abi.INPUT_SINKS, "sinks", lambda: self._normal(rng, real, (p.heads,))),
+        ):
+            if p.inputs & bit:
+                self._add(name, make())
+        for bit, name, shape in (
+            (_abi.OUTPUT_LSE, "lse", rows),
+            (_abi.OUTPUT_WEIGHTS, "weights", pairs),
+            (_abi.OUTPUT_MEAN_WEIGHTS, "mean_weights", (p.batch, p.q_len, p.kv_len)),
+            (_abi.OUTPUT_COLUMN_SUMS, "column_sums", (p.batch, p.heads, p.kv_len)),
+            (_abi.OUTPUT_SCORES, "scores", pairs),
+        ):
+            if p.outputs & bit:
+                self._add(name, np.zeros(shape, kind))
+
+    def _add(self, name: str, array: np.ndarray) -> None:
+        self.arrays[name] = array
+        setattr(self._tensors, name, array.ctypes.data)
+
+    @staticmethod
+    def _normal(rng: np.random.Generator, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+        size = int(np.prod(shape))
+        numbers = np.resize(rng.standard_normal(min(size, _RANDOM), dtype=np.float32), shape)
+        if dtype == "bf16":  # which NumPy does not know: the upper half of an f32, rounded
+            return ((numbers.view(np.uint32) + 0x8000) >> 16).astype(np.uint16)
+        return numbers.astype(_REAL[dtype], copy=False)
+
+    @staticmethod
+    def _mostly_true(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+        size = int(np.prod(shape))
+        return np.resize(rng.random(min(size, _RANDOM), dtype=np.float32) < 15 / 16, shape)
+
+
+_REAL = {"f32": np.float32, "f64": np.float64, "f16": np.float16}
+
+
+def _lay(shape: tuple[int, ...], bshd: bool) -> tuple[int, ...]:
+    """The shape of the memory of [batch, heads, length, dim]."""
+    return (shape[0], shape[2], shape[1], shape[3]) if bshd else shape
+
+
+def arithmetic_rate(isa: str, dtype: str, threads: int, seconds: float) -> float:
+    """FLOP/s of multiply-adds in registers, on the unit that kernels of this dtype use."""
+    rate = c_double()
+    check(lib.mh_probe_arithmetic(isa.encode(), _dtype_code(dtype), threads, seconds, byref(rate)))
+    return rate.value
+
+
+def read_rate(size: int, threads: int, seconds: float) -> float:
+    """Bytes/s of reading so many bytes again and again, a part of them on each thread."""
+    rate = c_double()
+    check(lib.mh_probe_read(None, size, threads, seconds, byref(rate)))
+    return rate.value
+
+
+def clock_rate(seconds: float) -> float:
+    """Cycles/s of the core that this runs on now."""
+    rate = c_double()
+    check(lib.mh_probe_clock(seconds, byref(rate)))
+    return rate.value

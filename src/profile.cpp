@@ -1,0 +1,638 @@
+// See profile.hpp. A session is found through one atomic pointer. Who uses it says so in a count, which end_profile waits
+// for; after that it only reads. Sessions live until the next one begins, so that they can be described.
+#include "profile.hpp"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#include "check.hpp"
+#include "counters.hpp"
+#include "kernels/ticks.hpp"
+#include "machine.hpp"
+#include "problem_line.hpp"
+
+namespace manyhead {
+
+using counts = std::array<int64_t, counter_count>;
+
+struct call_record {
+  int64_t problem;  // index of it; -1: see what
+  int64_t within;   // index of the call that this one is a part of, -1 = none
+  int64_t workers;  // index of the first of its threads' records, -1: its tasks were not looked at
+  int64_t threads;
+  double start, seconds;  // since the session began
+  int32_t thread;
+  bool done;
+  char what[160];
+};
+
+// What one thread did for one call. Nobody else writes it.
+struct alignas(64) worker_record {
+  int64_t call;
+  int32_t thread;  // -1: has run nothing
+  int64_t tasks;
+  uint64_t last;                // the end of its last task
+  uint64_t busy;                // in its tasks
+  uint64_t whole[phase_count];  // tasks that are one phase
+  uint64_t kernels;             // the others, and of some of them:
+  uint64_t detailed[phase_count];
+};
+
+namespace {
+
+double seconds_now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+struct task_record {
+  std::atomic<int64_t> worker;  // index of the worker's record, plus 1: 0 = not written yet
+  uint64_t begin, end;
+  int64_t phases;  // index of its phases, -1 = not looked into
+  int32_t whole, batch, kv_head, chunk;
+  int64_t row_begin, row_end;
+};
+
+struct phases_record {
+  uint64_t ticks[phase_count];
+};
+
+// What calls have in common whose problem and plan are the same.
+struct problem_record {
+  problem p;
+  const kernel_table* table;
+  route kernel;
+  double flops, bytes;
+};
+
+struct thread_record {
+  int64_t id;  // the system's
+  thread_counters counters;
+  counts counted;
+  int64_t problem;           // index of its last call's, -1 = none
+  int64_t to_next_detailed;  // tasks
+  uint64_t random;
+};
+
+constexpr int32_t most_threads = 1024;  // with a record of their own; others share the last
+constexpr int64_t default_calls = 4096, default_tasks = 65536;
+// A task's phases are 20 to 50 looks at the clock, 30 ns each: too many for each task. One in about so many, chosen by
+// chance, as neighbours differ in a pattern (causal).
+constexpr int64_t tasks_per_detailed = 8;
+// Of calls that take some microseconds, one in so many is looked into: their tasks are shorter than a look.
+constexpr int64_t short_calls_per_look = 16;
+
+const char* const phase_names[phase_count] = {"pack",  "scores", "mask",    "softmax", "values",
+                                              "store", "merge",  "weights", "project"};
+
+int64_t thread_id() {
+#if defined(__linux__)
+  return syscall(SYS_gettid);
+#else
+  static std::atomic<int64_t> next{1};
+  thread_local const int64_t id = next.fetch_add(1);
+  return id;
+#endif
+}
+
+// Memory for so many records, touched now, so that it costs nothing later.
+template <class Record>
+struct room {
+  explicit room(int64_t n) : size(n), records(new Record[static_cast<size_t>(n)]()) {}
+
+  // The index of the first of n new ones, or -1.
+  int64_t take(int64_t n = 1) noexcept {
+    const int64_t index = taken.fetch_add(n, std::memory_order_relaxed);
+    return index + n <= size ? index : -1;
+  }
+  int64_t kept() const { return std::min(taken.load(), size); }
+  int64_t dropped() const { return std::max<int64_t>(taken.load() - size, 0); }
+  Record& operator[](int64_t index) const { return records[static_cast<size_t>(index)]; }
+
+  const int64_t size;
+  const std::unique_ptr<Record[]> records;
+  std::atomic<int64_t> taken{0};
+};
+
+}  // namespace
+
+struct profile_session {
+  explicit profile_session(const mh_profile_options& o)
+      : counters((o.flags & MH_PROFILE_COUNTERS) != 0),
+        calls(o.calls > 0 ? o.calls : default_calls),
+        problems(std::min<int64_t>(calls.size, 1024)),
+        workers(4 * calls.size),
+        tasks(o.tasks > 0 ? o.tasks : default_tasks),
+        phases(tasks.size / 4 + 1),
+        why_not(counters ? why_no_counters() : ""),
+        threads(std::make_unique<thread_record[]>(most_threads)) {}
+
+  const bool counters;
+  room<call_record> calls;
+  room<problem_record> problems;
+  room<worker_record> workers;
+  room<task_record> tasks;
+  room<phases_record> phases;
+  std::atomic<int64_t> short_calls{0};
+  std::string why_not;  // there are no hardware counters
+  std::unique_ptr<thread_record[]> threads;
+  std::atomic<int32_t> thread_count{0};
+  double start = seconds_now(), seconds = 0;
+  uint64_t start_ticks = read_ticks(), ticks = 0;
+
+  int64_t problem_of(const plan& plan, thread_record& thread) noexcept;
+  // This thread's place among `threads`.
+  int32_t this_thread() noexcept;
+};
+
+namespace {
+
+std::atomic<profile_session*> active{nullptr};
+std::atomic<int64_t> users{0};
+std::atomic<bool> verbose{false};
+
+std::mutex change;                              // of what follows
+std::unique_ptr<profile_session> last_session;  // the running one, or the one that ended last
+
+struct thread_place {
+  const profile_session* session = nullptr;
+  double start = 0;  // of the session: another one may get the same address
+  int32_t index = 0;
+};
+
+// The running session with a user more, or NULL.
+profile_session* join() noexcept {
+  users.fetch_add(1);
+  profile_session* session = active.load();
+  if (session == nullptr) users.fetch_sub(1);
+  return session;
+}
+
+}  // namespace
+
+int32_t profile_session::this_thread() noexcept {
+  thread_local thread_place place;
+  if (place.session == this && place.start == start) return place.index;
+  const int32_t index = std::min(thread_count.fetch_add(1), most_threads - 1);
+  place = {this, start, index};
+  if (index < most_threads - 1) {
+    threads[index].id = thread_id();
+    threads[index].problem = -1;
+    threads[index].random = static_cast<uint64_t>(index);
+    if (counters) threads[index].counters.start();
+  }
+  return index;
+}
+
+// The record of the plan's problem: a new one where it is not that of the thread's last call. -1: no room.
+int64_t profile_session::problem_of(const plan& plan, thread_record& thread) noexcept {
+  if (thread.problem >= 0) {
+    const problem_record& last = problems[thread.problem];
+    if (last.table == plan.table && std::memcmp(&last.p, &plan.p, sizeof plan.p) == 0) return thread.problem;
+  }
+  const int64_t index = problems.take();
+  if (index < 0) return -1;
+  problem_record& r = problems[index];
+  std::memcpy(static_cast<void*>(&r.p), &plan.p, sizeof plan.p);  // padding too
+  r.table = plan.table;
+  r.kernel = plan.kernel;
+  r.flops = plan.flops;
+  r.bytes = plan.bytes;
+  return thread.problem = index;
+}
+
+// --- calls and tasks ------------------------------------------------------------------------------------------------
+
+bool watched_call::watching() noexcept {
+  return active.load(std::memory_order_relaxed) != nullptr || verbose.load(std::memory_order_relaxed);
+}
+
+void watched_call::start(const plan* plan, int64_t threads, const watched_call* within) noexcept {
+  session_ = join();
+  logged_ = verbose.load(std::memory_order_relaxed);
+  plan_ = plan;
+  threads_ = threads;
+  start_ = seconds_now();
+  if (session_ == nullptr) return;
+  profile_session& s = *session_;
+  const int32_t thread = s.this_thread();
+  const int64_t problem = plan != nullptr ? s.problem_of(*plan, s.threads[thread]) : -1;
+  const int64_t index = plan != nullptr && problem < 0 ? -1 : s.calls.take();
+  if (index < 0) return;
+  record_ = &s.calls[index];
+  record_->problem = problem;
+  record_->threads = threads;
+  record_->thread = thread;
+  record_->start = start_ - s.start;
+  const bool inside = within != nullptr && within->session_ == session_ && within->record_ != nullptr;
+  record_->within = inside ? within->record_ - s.calls.records.get() : -1;
+  if (plan == nullptr) std::memcpy(record_->what, what_, sizeof what_);
+  short_ = plan != nullptr && plan->is_short();
+  const bool looked_at = inside || !short_ || s.short_calls.fetch_add(1) % short_calls_per_look == 0;
+  record_->workers = looked_at ? s.workers.take(threads) : -1;
+  if (record_->workers < 0) return;
+  workers_ = &s.workers[record_->workers];
+  for (int64_t i = 0; i < threads; ++i) {
+    workers_[i].call = index;
+    workers_[i].thread = -1;
+  }
+}
+
+void watched_call::stop() noexcept {
+  const double seconds = seconds_now() - start_;
+  if (record_ != nullptr) {
+    record_->seconds = seconds;
+    record_->done = true;
+  }
+  if (session_ != nullptr) users.fetch_sub(1);
+  if (logged_) log(seconds);
+}
+
+// One write a line, so that lines of several threads do not mix.
+void watched_call::log(double seconds) const noexcept {
+  char line[768];
+  int size = 0;
+  if (plan_ != nullptr) {
+    size = std::snprintf(line, sizeof line, "manyhead: %s  # %.2f us, %lld thread%s, %s@%s\n", to_text(plan_->p).text,
+                         seconds * 1e6, static_cast<long long>(threads_), threads_ == 1 ? "" : "s",
+                         route_names[plan_->kernel], plan_->table->isa);
+  } else {
+    size = std::snprintf(line, sizeof line, "manyhead: # %s: %.2f us, at most %lld thread%s\n", what_, seconds * 1e6,
+                         static_cast<long long>(threads_), threads_ == 1 ? "" : "s");
+  }
+  std::fwrite(line, 1, static_cast<size_t>(std::clamp<int>(size, 0, sizeof line - 1)), stderr);
+}
+
+void watched_task::start(const watched_call& call, int64_t worker, int32_t whole, const kernel_task* task) noexcept {
+  call_ = &call;
+  task_ = task;
+  worker_ = &call.workers_[worker];
+  whole_ = whole;
+  if (worker_->thread < 0) {
+    worker_->thread = call.session_->this_thread();
+    worker_->last = read_ticks();
+  }
+  start_ = worker_->last;  // a worker takes one task after another
+  detailed_ = false;
+  if (whole_ != phase_count) return;
+  thread_record& thread = call.session_->threads[worker_->thread];
+  detailed_ = call.short_ || thread.to_next_detailed == 0;
+  if (!detailed_) {
+    --thread.to_next_detailed;
+    return;
+  }
+  thread.random = thread.random * 6364136223846793005U + 1442695040888963407U;
+  thread.to_next_detailed = static_cast<int64_t>((thread.random >> 33) % (2 * tasks_per_detailed - 1));
+  clock_ = {};
+  clock_.weight = 1;
+  clock_.last = start_;
+}
+
+void watched_task::stop() noexcept {
+  profile_session& s = *call_->session_;
+  const uint64_t end = detailed_ ? clock_.last : read_ticks(), total = end - start_;
+  worker_->last = end;
+  worker_->busy += total;
+  ++worker_->tasks;
+  int64_t phases = -1;
+  if (whole_ < phase_count) {
+    worker_->whole[whole_] += total;
+  } else {
+    worker_->kernels += total;
+    if (detailed_) {
+      // Brought to the task's time: some phases are taken from a part of its tiles.
+      uint64_t named = 0;
+      for (const uint64_t ticks : clock_.ticks) named += ticks;
+      const double scale = named > 0 ? static_cast<double>(total) / static_cast<double>(named) : 0.0;
+      phases = s.phases.take();
+      for (int i = 0; i < phase_count; ++i) {
+        const auto ticks = static_cast<uint64_t>(static_cast<double>(clock_.ticks[i]) * scale);
+        worker_->detailed[i] += ticks;
+        if (phases >= 0) s.phases[phases].ticks[i] = ticks;
+      }
+    }
+  }
+  const int64_t index = s.tasks.take();
+  if (index < 0) return;
+  task_record& r = s.tasks[index];
+  r.begin = start_ - s.start_ticks;
+  r.end = end - s.start_ticks;
+  r.phases = phases;
+  r.whole = whole_;
+  if (task_ != nullptr) {
+    r.batch = static_cast<int32_t>(task_->batch);
+    r.kv_head = static_cast<int32_t>(task_->kv_head_begin);
+    r.chunk = static_cast<int32_t>(task_->chunk);
+    r.row_begin = task_->row_begin;
+    r.row_end = task_->row_end;
+  }
+  r.worker.store(worker_ - s.workers.records.get() + 1, std::memory_order_release);
+}
+
+// --- sessions ---------------------------------------------------------------------------------------------------------
+
+void begin_profile(const mh_profile_options& options) {
+  check_at_least("options.calls", options.calls, 0);
+  check_at_least("options.tasks", options.tasks, 0);
+  check_bits("options.flags", options.flags, MH_PROFILE_COUNTERS);
+  check_zero("options.reserved0", options.reserved0);
+  constexpr int64_t most = int64_t{1} << 32;
+  if (options.calls > most || options.tasks > most) invalid("options.calls and options.tasks must be at most 2^32");
+  const std::lock_guard lock(change);
+  if (active.load() != nullptr) invalid("a profile is running: end it first");
+  last_session = std::make_unique<profile_session>(options);
+  active.store(last_session.get());
+}
+
+void end_profile() {
+  const std::lock_guard lock(change);
+  profile_session* session = active.exchange(nullptr);
+  if (session == nullptr) invalid("no profile is running");
+  while (users.load() != 0) std::this_thread::yield();
+  session->seconds = seconds_now() - session->start;
+  session->ticks = read_ticks() - session->start_ticks;
+  for (int32_t i = 0; i < std::min(session->thread_count.load(), most_threads); ++i) {
+    session->threads[i].counted = session->threads[i].counters.read();
+    session->threads[i].counters.close();
+  }
+}
+
+// --- as text ----------------------------------------------------------------------------------------------------------
+
+namespace {
+
+class json {
+ public:
+  std::string text;
+
+  // Begins an element of the list or object that is open.
+  json& item() {
+    if (!text.empty() && text.back() != '[' && text.back() != '{') text += ", ";
+    return *this;
+  }
+  json& key(const char* name) {
+    item().text += '"';
+    text += name;
+    text += "\": ";
+    return *this;
+  }
+  json& value(const char* x) {
+    text += '"';
+    for (; *x != 0; ++x) {
+      if (*x == '"' || *x == '\\') text += '\\';
+      text += static_cast<unsigned char>(*x) < ' ' ? ' ' : *x;
+    }
+    text += '"';
+    return *this;
+  }
+  json& value(number auto x) {
+    append(text, x);
+    return *this;
+  }
+  json& raw(const char* x) {
+    text += x;
+    return *this;
+  }
+};
+
+// What workers did, added up.
+struct work {
+  int64_t tasks = 0;
+  uint64_t busy = 0, kernels = 0;
+  uint64_t whole[phase_count] = {}, detailed[phase_count] = {};
+
+  void add(const worker_record& w) {
+    tasks += w.tasks;
+    busy += w.busy;
+    kernels += w.kernels;
+    for (int i = 0; i < phase_count; ++i) {
+      whole[i] += w.whole[i];
+      detailed[i] += w.detailed[i];
+    }
+  }
+  void add(const work& w) {
+    tasks += w.tasks;
+    busy += w.busy;
+    kernels += w.kernels;
+    for (int i = 0; i < phase_count; ++i) {
+      whole[i] += w.whole[i];
+      detailed[i] += w.detailed[i];
+    }
+  }
+
+  // Of kernels that were not looked into, the time goes as in those that were. False: none was.
+  bool phases(double (&seconds)[phase_count], double per_tick) const {
+    double known = 0;
+    for (const uint64_t ticks : detailed) known += static_cast<double>(ticks);
+    if (known == 0 && kernels > 0) return false;
+    const double scale = known > 0 ? static_cast<double>(kernels) / known : 0.0;
+    for (int i = 0; i < phase_count; ++i)
+      seconds[i] = (static_cast<double>(whole[i]) + static_cast<double>(detailed[i]) * scale) * per_tick;
+    return true;
+  }
+};
+
+// Phases as an object that is still open, or null.
+bool add_phases(json& out, const work& w, double per_tick) {
+  double seconds[phase_count];
+  out.key("phases");
+  if (!w.phases(seconds, per_tick)) {
+    out.raw("null");
+    return false;
+  }
+  out.raw("{");
+  for (int i = 0; i < phase_count; ++i) out.key(phase_names[i]).value(seconds[i]);
+  return true;
+}
+
+std::string title_of(const profile_session& s, const call_record& call) {
+  return call.problem >= 0 ? to_text(s.problems[call.problem].p).text : call.what;
+}
+
+void add_call(json& out, const profile_session& s, const call_record& call, const work& w, double per_tick) {
+  out.item().raw("{");
+  out.key("kind").value(call.problem >= 0 ? "attention" : std::string(call.what, std::strcspn(call.what, " ")).c_str());
+  out.key("problem").value(title_of(s, call).c_str());
+  if (call.problem >= 0) {
+    const problem_record& p = s.problems[call.problem];
+    out.key("isa").value(p.table->isa).key("route").value(route_names[p.kernel]);
+    out.key("flops").value(p.flops).key("bytes").value(p.bytes);
+  }
+  out.key("thread").value(s.threads[call.thread].id).key("threads").value(call.threads);
+  out.key("start").value(call.start).key("seconds").value(call.seconds);
+  if (call.workers < 0) {
+    out.key("tasks").raw("null").key("phases").raw("null}");
+    return;
+  }
+  out.key("tasks").value(w.tasks);
+  if (add_phases(out, w, per_tick)) {
+    const double busy = static_cast<double>(w.busy) * per_tick;
+    out.key("idle").value(std::max(0.0, static_cast<double>(call.threads) * call.seconds - busy)).raw("}");
+  }
+  out.raw("}");
+}
+
+void add_counters(json& out, const counts& counted) {
+  out.raw("{");
+  for (size_t i = 0; i < counted.size(); ++i) {
+    out.key(counter_names[i]);
+    counted[i] >= 0 ? out.value(counted[i]) : out.raw("null");
+  }
+  out.raw("}");
+}
+
+void add_summary(json& out, const profile_session& s, double per_tick) {
+  out.raw("{").key("version").value(MH_VERSION_MAJOR * 10000 + MH_VERSION_MINOR * 100 + MH_VERSION_PATCH);
+  out.key("seconds").value(s.seconds);
+  out.key("calls_dropped").value(s.calls.dropped()).key("tasks_dropped").value(s.tasks.dropped());
+  out.key("counters_note");
+  s.counters&& s.why_not.empty() ? out.raw("null")
+                                 : out.value(s.counters ? s.why_not.c_str() : "hardware counters were not asked for");
+  const int32_t thread_count = std::min(s.thread_count.load(), most_threads);
+  std::vector<work> of_calls(static_cast<size_t>(s.calls.kept())), of_threads(static_cast<size_t>(thread_count));
+  for (int64_t i = 0; i < s.workers.kept(); ++i) {
+    const worker_record& w = s.workers[i];
+    if (w.tasks == 0) continue;
+    of_threads[static_cast<size_t>(w.thread)].add(w);
+    of_calls[static_cast<size_t>(w.call)].add(w);
+  }
+  // Calls inside others began after them.
+  for (int64_t i = s.calls.kept() - 1; i >= 0; --i) {
+    if (s.calls[i].done && s.calls[i].within >= 0)
+      of_calls[static_cast<size_t>(s.calls[i].within)].add(of_calls[static_cast<size_t>(i)]);
+  }
+  out.key("threads").raw("[");
+  for (int32_t i = 0; i < thread_count; ++i) {
+    const work& w = of_threads[static_cast<size_t>(i)];
+    out.item().raw("{").key("thread").value(s.threads[i].id).key("tasks").value(w.tasks);
+    if (add_phases(out, w, per_tick)) out.raw("}");
+    out.key("counters");
+    s.counters ? add_counters(out, s.threads[i].counted) : void(out.raw("null"));
+    out.raw("}");
+  }
+  out.raw("]").key("calls").raw("[");
+  for (int64_t i = 0; i < s.calls.kept(); ++i)
+    if (s.calls[i].done) add_call(out, s, s.calls[i], of_calls[static_cast<size_t>(i)], per_tick);
+  out.raw("]}");
+}
+
+void add_slice(json& out, const char* name, const char* kind, int64_t thread, double start, double seconds) {
+  out.item().raw("\n{").key("ph").value("X").key("name").value(name).key("cat").value(kind);
+  out.key("pid").value(1).key("tid").value(thread).key("ts").value(start * 1e6).key("dur").value(seconds * 1e6);
+}
+
+// A task and, inside it, the phases of those that were looked into, one after another: in truth they take turns.
+void add_task(json& out, const profile_session& s, const task_record& task, double per_tick) {
+  const worker_record& worker = s.workers[task.worker.load(std::memory_order_acquire) - 1];
+  const auto seconds = [per_tick](uint64_t ticks) { return static_cast<double>(ticks) * per_tick; };
+  const int64_t thread = s.threads[worker.thread].id;
+  const bool kernel = task.whole == phase_count;
+  double start = seconds(task.begin);
+  add_slice(out, kernel ? "task" : phase_names[task.whole], "task", thread, start, seconds(task.end - task.begin));
+  out.key("args").raw("{").key("call").value(worker.call);
+  if (kernel) {
+    out.key("batch").value(task.batch).key("kv_head").value(task.kv_head).key("chunk").value(task.chunk);
+    out.key("row_begin").value(task.row_begin).key("row_end").value(task.row_end);
+  }
+  out.raw("}}");
+  for (int i = 0; i < phase_count && task.phases >= 0; ++i) {
+    const double length = seconds(s.phases[task.phases].ticks[i]);
+    if (length == 0) continue;
+    add_slice(out, phase_names[i], "phase", thread, start, length);
+    out.raw("}");
+    start += length;
+  }
+}
+
+// The form that Perfetto and Chrome read, with the summary under a key that they pass over.
+void add_trace(json& out, const profile_session& s, double per_tick) {
+  out.raw("{").key("displayTimeUnit").value("ns").key("manyhead");
+  add_summary(out, s, per_tick);
+  out.key("traceEvents").raw("[");
+  out.item().raw("\n{").key("ph").value("M").key("name").value("process_name").key("pid").value(1);
+  out.key("args").raw("{").key("name").value("manyhead").raw("}}");
+  for (int64_t i = 0; i < s.calls.kept(); ++i) {
+    const call_record& call = s.calls[i];
+    if (!call.done) continue;
+    add_slice(out, title_of(s, call).c_str(), "call", s.threads[call.thread].id, call.start, call.seconds);
+    out.key("args").raw("{").key("call").value(i).key("threads").value(call.threads).raw("}}");
+  }
+  for (int64_t i = 0; i < s.tasks.kept(); ++i)
+    if (s.tasks[i].worker.load(std::memory_order_acquire) != 0) add_task(out, s, s.tasks[i], per_tick);
+  out.raw("]}");
+}
+
+// --- MH_PROFILE and MH_VERBOSE ----------------------------------------------------------------------------------------
+
+std::FILE* trace_file = nullptr;
+int64_t trace_process = 0;
+
+int64_t process_id() {
+#if defined(__linux__)
+  return getpid();
+#else
+  return 0;
+#endif
+}
+
+void write_trace() {
+  if (process_id() != trace_process) return;  // a child that was forked: the file is its parent's
+  try {
+    if (active.load() != nullptr) end_profile();
+    const std::string text = profile_text(MH_PROFILE_TRACE);
+    const bool written = std::fwrite(text.data(), 1, text.size(), trace_file) == text.size();
+    if (std::fclose(trace_file) != 0 || !written)
+      std::fprintf(stderr, "manyhead: MH_PROFILE: the profile could not be written in full\n");
+  } catch (const std::exception& e) {
+    std::fprintf(stderr, "manyhead: MH_PROFILE: %s\n", e.what());
+  }
+}
+
+bool start_watching() {
+  const machine& m = this_machine();
+  if (!m.verbose_error.empty()) invalid(m.verbose_error);
+  verbose.store(m.verbose);
+  if (m.profile_path.empty()) return true;
+  trace_file = std::fopen(m.profile_path.c_str(), "wb");  // now, not after a long run
+  if (trace_file == nullptr)
+    invalid("the environment variable MH_PROFILE is \"", m.profile_path,
+            "\", which cannot be written: ", std::strerror(errno));
+  begin_profile({sizeof(mh_profile_options), 0, 0, MH_PROFILE_COUNTERS, 0});
+  trace_process = process_id();
+  std::atexit(write_trace);
+  return true;
+}
+
+}  // namespace
+
+std::string profile_text(int32_t format) {
+  check_enum("format", format, MH_PROFILE_TRACE);
+  const std::lock_guard lock(change);
+  if (active.load() != nullptr) invalid("a profile is running: end it first");
+  if (last_session == nullptr) invalid("no profile has run");
+  const profile_session& s = *last_session;
+  const double per_tick = s.ticks > 0 ? s.seconds / static_cast<double>(s.ticks) : 0.0;
+  json out;
+  format == MH_PROFILE_TRACE ? add_trace(out, s, per_tick) : add_summary(out, s, per_tick);
+  return out.text;
+}
+
+void watch_as_environment_says() {
+  static const bool started = start_watching();  // tried again by the next call where it throws
+  static_cast<void>(started);
+}
+
+}  // namespace manyhead
