@@ -24,6 +24,7 @@ struct worker_record;
 // One call while it runs, on the stack of the thread that makes it. Calls may be inside calls: the layer's attention.
 class watched_call {
  public:
+  watched_call() noexcept {}  // one that nobody watches
   watched_call(const plan& plan, int64_t threads, const watched_call* within = nullptr) noexcept {
     if (watching()) start(&plan, threads, within);
   }

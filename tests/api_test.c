@@ -57,6 +57,9 @@ AT(mh_mha_weights, b_v, 136); AT(mh_mha_weights, b_o, 144); AT(mh_mha_weights, i
 AT(mh_mha_weights, bias_k, 160); AT(mh_mha_weights, bias_v, 168); AT(mh_mha_weights, add_zero_attn, 176);
 AT(mh_mha_weights, flags, 180); AT(mh_mha_weights, scale, 184); AT(mh_mha_weights, w_q_strides, 192);
 AT(mh_mha_weights, w_k_strides, 216); AT(mh_mha_weights, w_v_strides, 240); AT(mh_mha_weights, w_o_strides, 264);
+SIZE(mh_profile_options, 32);
+AT(mh_profile_options, struct_size, 0); AT(mh_profile_options, calls, 8); AT(mh_profile_options, tasks, 16);
+AT(mh_profile_options, flags, 24); AT(mh_profile_options, reserved0, 28);
 SIZE(mh_mha_call, 408);
 AT(mh_mha_call, struct_size, 0); AT(mh_mha_call, batch, 8); AT(mh_mha_call, q_len, 16); AT(mh_mha_call, kv_len, 24);
 AT(mh_mha_call, causal, 32); AT(mh_mha_call, align, 36); AT(mh_mha_call, q_offset, 40); AT(mh_mha_call, flags, 48);
@@ -1212,6 +1215,99 @@ static mh_status status_of_isa(const char* text) {
   return MH_INVALID_ARGUMENT;
 }
 
+/* ---- Measuring --------------------------------------------------------------------------------------------------- */
+
+static void test_lines(void) {
+  const char* line = "bf16 b2 h8/2 q3 kv40 d16 v24 causal align=br window=7,-1 lse2 bshd";
+  size_t column = 99;
+  mh_problem q;
+  mh_plan* plan = NULL;
+  char text[2048];
+  CHECK(mh_problem_parse(line, &q, &column) == MH_OK && column == 99);
+  CHECK(q.struct_size == sizeof q && q.kv_heads == 2 && q.v_dim == 24 && q.outputs == MH_OUTPUT_LSE);
+  CHECK(mh_plan_create(&q, &plan) == MH_OK);
+  CHECK(mh_plan_describe(plan, MH_FORMAT_LINE, text, sizeof text, NULL) == MH_OK);
+  CHECK(strncmp(text, line, strlen(line)) == 0);
+  mh_plan_destroy(plan);
+  REFUSED(mh_problem_parse("f32 b1 h1 q1 kv1 d1 casual", &q, &column), "casual");
+  CHECK(column == 20);
+  REFUSED(mh_problem_parse("f32 b1", &q, NULL), "h<number> is missing");
+  REFUSED(mh_problem_parse(NULL, &q, NULL), "line is NULL");
+  REFUSED(mh_problem_parse(line, NULL, NULL), "problem is NULL");
+}
+
+static void test_probes(void) {
+  double rate = -1;
+  CHECK(mh_probe_arithmetic(NULL, MH_DTYPE_F32, 1, 1e-4, &rate) == MH_OK && rate > 0);
+  CHECK(mh_probe_arithmetic(mh_isa_current(), MH_DTYPE_F16, 2, 1e-4, &rate) == MH_OK && rate > 0);
+  CHECK(mh_probe_read(NULL, 100000, 2, 1e-4, &rate) == MH_OK && rate > 0);
+  CHECK(mh_probe_clock(1e-4, &rate) == MH_OK && rate > 0);
+  REFUSED(mh_probe_arithmetic("mmx", MH_DTYPE_F32, 1, 1e-4, &rate), "mmx");
+  REFUSED(mh_probe_arithmetic(NULL, 9, 1, 1e-4, &rate), "dtype is 9");
+  REFUSED(mh_probe_arithmetic(NULL, MH_DTYPE_F32, 0, 1e-4, &rate), "threads is 0");
+  REFUSED(mh_probe_arithmetic(NULL, MH_DTYPE_F32, 5000, 1e-4, &rate), "threads is 5000");
+  REFUSED(mh_probe_arithmetic(NULL, MH_DTYPE_F32, 1, 0, &rate), "seconds is 0");
+  REFUSED(mh_probe_arithmetic(NULL, MH_DTYPE_F32, 1, 1e-4, NULL), "flops is NULL");
+  REFUSED(mh_probe_read(NULL, 0, 1, 1e-4, &rate), "bytes is 0");
+  REFUSED(mh_probe_read(NULL, 1, -1, 1e-4, &rate), "threads is -1");
+  REFUSED(mh_probe_read(NULL, 1, 1, NAN, &rate), "seconds is nan");
+  REFUSED(mh_probe_read(NULL, 1, 1, 1e-4, NULL), "bytes_per_second is NULL");
+  REFUSED(mh_probe_clock(-1, &rate), "seconds is -1");
+  REFUSED(mh_probe_clock(1e-4, NULL), "hertz is NULL");
+}
+
+static void test_measure(void) {
+  mh_plan* plan = NULL;
+  double times[5] = {-1, -1, -1, -1, -1};
+  int64_t runs = 0;
+  int i;
+  set_up();
+  CHECK(mh_plan_create(&p, &plan) == MH_OK);
+  CHECK(mh_plan_measure(plan, &t, NULL, 60, 3, times, &runs) == MH_OK && runs == 3);
+  for (i = 0; i < 5; ++i) CHECK((times[i] >= 0) == (i < 3));
+  CHECK(!untouched());
+  CHECK(mh_plan_measure(plan, &t, NULL, 0, 5, times, &runs) == MH_OK && runs == 1);
+  REFUSED(mh_plan_measure(plan, &t, NULL, 1, 0, times, &runs), "most is 0");
+  REFUSED(mh_plan_measure(plan, &t, NULL, -1, 1, times, &runs), "seconds is -1");
+  REFUSED(mh_plan_measure(plan, NULL, NULL, 1, 1, times, &runs), "tensors is NULL");
+  REFUSED(mh_plan_measure(NULL, &t, NULL, 1, 1, times, &runs), "plan is NULL");
+  REFUSED(mh_plan_measure(plan, &t, NULL, 1, 1, NULL, &runs), "times is NULL");
+  REFUSED(mh_plan_measure(plan, &t, NULL, 1, 1, times, NULL), "runs is NULL");
+  mh_plan_destroy(plan);
+}
+
+static void test_profile(void) {
+  mh_profile_options options;
+  size_t needed = 0;
+  char* text;
+  memset(&options, 0, sizeof options);
+  options.struct_size = sizeof options;
+  options.calls = -1;
+  REFUSED(mh_profile_begin(&options), "options.calls is -1");
+  options.calls = 2;
+  options.flags = 8;
+  REFUSED(mh_profile_begin(&options), "options.flags");
+  options.flags = MH_PROFILE_COUNTERS;
+  options.struct_size = 4;
+  REFUSED(mh_profile_begin(&options), "options.struct_size is 4");
+  options.struct_size = sizeof options;
+  REFUSED(mh_profile_end(), "no profile is running");
+  CHECK(mh_profile_begin(&options) == MH_OK);
+  REFUSED(mh_profile_begin(NULL), "a profile is running");
+  REFUSED(mh_profile_describe(MH_PROFILE_SUMMARY, NULL, 0, &needed), "a profile is running");
+  set_up();
+  CHECK(mh_attention(&p, &t, NULL) == MH_OK);
+  CHECK(mh_profile_end() == MH_OK);
+  REFUSED(mh_profile_describe(2, NULL, 0, &needed), "format is 2");
+  CHECK(mh_profile_describe(MH_PROFILE_TRACE, NULL, 0, &needed) == MH_OK && needed > 100);
+  text = malloc(needed);
+  CHECK(text != NULL && mh_profile_describe(MH_PROFILE_TRACE, text, needed, NULL) == MH_OK);
+  CHECK(strlen(text) == needed - 1 && strstr(text, "\"traceEvents\"") != NULL && strstr(text, "\"phases\"") != NULL);
+  free(text);
+  CHECK(mh_profile_begin(NULL) == MH_OK);
+  CHECK(mh_profile_end() == MH_OK);
+}
+
 static void test_wrong_environment(mh_status status, const char* name, const char* value) {
   mh_mha_weights weights;
   mh_mha* layer = NULL;
@@ -1253,6 +1349,10 @@ int main(void) {
     test_describe();
     test_merge();
     test_layer();
+    test_lines();
+    test_probes();
+    test_measure();
+    test_profile();
   }
   printf("%ld checks, %ld failures\n", checks, failures);
   return failures != 0;

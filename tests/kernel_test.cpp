@@ -515,7 +515,7 @@ void check_linear(const kernel_table& table, int64_t batch, int64_t rows, int64_
     mh_exec exec = {};
     exec.struct_size = sizeof exec;
     exec.threads = threads;
-    multiply(&p, 1, exec);
+    multiply(&p, 1, exec, watched_call());
     return y;
   };
 

@@ -9,7 +9,7 @@
 namespace manyhead::MH_ISA {
 namespace {
 
-__attribute__((noinline, cold)) void end_phase(phase_clock& clock, int32_t phase) {
+__attribute__((noinline, cold, unused)) void end_phase(phase_clock& clock, int32_t phase) {
   const uint64_t now = read_ticks();
   clock.ticks[phase] += (now - clock.last) * clock.weight;
   clock.last = now;
@@ -20,7 +20,7 @@ MH_INLINE void lap(phase_clock* clock, int32_t phase) {
 }
 
 // Some tiles stand for all: three laps would be a twentieth of the shortest. The next laps count `weight` times.
-__attribute__((noinline, cold)) void resume_clock(phase_clock& clock, int64_t weight) {
+__attribute__((noinline, cold, unused)) void resume_clock(phase_clock& clock, int64_t weight) {
   clock.last = read_ticks();
   clock.weight = static_cast<uint64_t>(weight);
 }
