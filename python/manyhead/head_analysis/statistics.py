@@ -38,7 +38,6 @@ class HeadStatistics:
     similarity: np.ndarray  # [heads, heads] cosine of the two matrices of weights
     query_edges: np.ndarray  # where the cells begin and end
     key_edges: np.ndarray
-    out: np.ndarray  # [heads, q_len, v_dim] from the first pass
 
     def at_offset(self, offset: int) -> np.ndarray:
         """Share of the keys `offset` after the query (before it, where negative)."""
@@ -60,11 +59,12 @@ def head_statistics(
     max_cells: int = 128,
     tile: int | None = None,
     progress: Callable[[float], None] = lambda share: None,
-) -> HeadStatistics:
+) -> tuple[HeadStatistics, np.ndarray]:
     """Measures q [heads, q_len, head_dim] against k [kv_heads, kv_len, head_dim] and v [kv_heads, kv_len, v_dim].
 
-    The last query stands at the last key: position i + kv_len - q_len. `tile` is the side of a tile; results depend on
-    it by rounding only. `progress` is told the share of the work that is done.
+    Returns the statistics, and the heads' outputs [heads, q_len, v_dim] as the first pass gave them. The last query
+    stands at the last key: position i + kv_len - q_len. `tile` is the side of a tile; results depend on it by rounding
+    only. `progress` is told the share of the work that is done.
     """
     heads, q_len, _ = q.shape
     kv_len = k.shape[1]
@@ -76,7 +76,7 @@ def head_statistics(
     for rows, keys, done in _tiles(q_len, kv_len, tile, kv_len - q_len if causal else None):
         sums.add(_log_weights(q, k, rows, keys, lse, causal, scale, kv_len - q_len), rows, keys)
         progress(done)
-    return sums.finish(first.out[0], causal)
+    return sums.finish(causal), first.out[0]
 
 
 def _tiles(q_len: int, kv_len: int, tile: int, offset: int | None) -> Iterator[tuple[slice, slice, float]]:
@@ -159,7 +159,7 @@ class _Sums:
         self.padded[:, : height * line].reshape(heads, height, line)[:, :, height:] = weights
         return self.padded.reshape(heads, height, line + 1).sum(axis=1)[:, 1:line]
 
-    def finish(self, out: np.ndarray, causal: bool) -> HeadStatistics:
+    def finish(self, causal: bool) -> HeadStatistics:
         kv_len = self.received.shape[1]
         visible = np.clip(self.positions + 1, 0, kv_len) if causal else np.full(len(self.positions), kv_len)
         rows = np.maximum(np.count_nonzero(visible), 1)
@@ -190,7 +190,6 @@ class _Sums:
             similarity=np.divide(self.products, lengths, where=lengths > 0, out=np.zeros_like(lengths)),
             query_edges=self.query_edges,
             key_edges=self.key_edges,
-            out=out,
         )
 
 

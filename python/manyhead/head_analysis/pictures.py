@@ -1,0 +1,217 @@
+"""The report's pictures, as PNG files in memory.
+
+0 is white in all of them: the page inverts them in dark mode, where 0 becomes the dark background.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from .._heads import show_heads
+from .report import LayerReport, Report
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_MAP = "Blues"
+_DPI = 120
+_WIDTH = 8.0  # inches
+_LABELLED = 24  # up to so many tokens have their names at the axes
+_NUMBERED = 16  # up to so many columns have their numbers in the cells
+
+
+class Picture(NamedTuple):
+    """A file of the report."""
+
+    name: str
+    layer: int | None  # None: of all layers
+    caption: str
+    png: bytes
+
+
+def draw(report: Report) -> Iterator[Picture]:
+    """All pictures, in the order of the page."""
+    yield _finish("overview.png", None, "One cell a head: layers down, heads across.", _overview(report))
+    for layer in report.layers:
+        for name, caption, draw_layer in _OF_A_LAYER:
+            yield _finish(f"layer{layer.number}-{name}.png", layer.number, caption, draw_layer(report, layer))
+
+
+def _finish(name: str, layer: int | None, caption: str, figure: Figure) -> Picture:
+    file = io.BytesIO()
+    with warnings.catch_warnings():
+        # A letter that the font lacks is drawn as a box; a line for each of them would help nobody.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        figure.savefig(file, format="png", dpi=_DPI)
+    return Picture(name, layer, caption, file.getvalue())
+
+
+def _new_figure(height: float) -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _overview(report: Report) -> Figure:
+    stack = report.layers
+    panels = [
+        ("entropy, share of the largest", [layer.statistics.entropy_share for layer in stack], "{:.0%}"),
+        ("mean distance, tokens", [layer.statistics.distance for layer in stack], "{:.3g}"),
+        ("weight on the first key", [layer.statistics.received[:, 0] for layer in stack], "{:.0%}"),
+        ("change of the layer's output without the head", [layer.output_change for layer in stack], "{:.0%}"),
+    ]
+    changes = [layer.embedding_change for layer in stack if layer.embedding_change is not None]
+    if changes:
+        panels.append(("change of the embedding without the head (cosine distance)", changes, "{:.2g}"))
+    figure = _new_figure(len(panels) * (0.85 + 0.22 * len(stack)))
+    for ax, (title, rows, form) in zip(figure.subplots(len(panels), squeeze=False).flat, panels, strict=True):
+        grid = np.array(rows)
+        _grid(figure, ax, grid, form, top=float(grid.max()))
+        ax.set_title(title, fontsize=9)
+        ax.set_yticks(range(len(stack)), [f"layer {layer.number}" for layer in stack], fontsize=7)
+    return figure
+
+
+def _grid(figure: Figure, ax: Axes, grid: np.ndarray, form: str, *, top: float) -> None:
+    """Numbers as colours, and as numbers too where there is room."""
+    image = ax.imshow(grid, cmap=_MAP, vmin=0, vmax=max(top, 1e-12), aspect="auto", interpolation="nearest")
+    if grid.shape[1] > _NUMBERED:
+        figure.colorbar(image, ax=ax, fraction=0.03, pad=0.01).ax.tick_params(labelsize=7)
+        return
+    ax.set_xticks(range(grid.shape[1]))
+    ax.tick_params(labelsize=7, length=2)
+    for (row, column), value in np.ndenumerate(grid):
+        colour = "white" if value > 0.6 * top else "black"
+        ax.text(column, row, form.format(value), ha="center", va="center", fontsize=6.5, color=colour)
+
+
+def _weights(report: Report, layer: LayerReport) -> Figure:
+    statistics, tokens = layer.statistics, report.recording.tokens
+    heads, rows, columns = statistics.heat.shape
+    titles = [f"head {head}: {layer.habits[head]}" for head in range(heads)]
+    if tokens and len(tokens) == columns and columns <= _LABELLED:
+        return show_heads(
+            statistics.heat, tokens[-rows:], key_tokens=tokens, titles=titles, cmap=_MAP, columns=3, max_tokens=columns
+        )
+    from matplotlib.colors import PowerNorm
+
+    across = min(4, heads)
+    down = -(-heads // across)
+    side = _WIDTH / 4
+    figure = _new_figure(down * (side + 0.25) + 0.3)
+    norm = PowerNorm(0.5, 0, max(float(statistics.heat.max()), 1e-12))
+    axes = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True).flat
+    extent = (0, statistics.key_edges[-1], statistics.query_edges[-1], 0)
+    for head, ax in enumerate(axes):
+        if head >= heads:
+            ax.remove()
+            continue
+        image = ax.imshow(
+            statistics.heat[head], cmap=_MAP, norm=norm, extent=extent, aspect="auto", interpolation="nearest"
+        )
+        ax.set_title(_wrapped(titles[head]), fontsize=7, parse_math=False)
+        ax.tick_params(labelsize=6, length=2, labelbottom=head + across >= heads)
+        ax.locator_params(nbins=4)
+    figure.supxlabel("key", fontsize=8)
+    figure.supylabel("query", fontsize=8)
+    bar = figure.colorbar(image, ax=figure.axes, fraction=0.02, pad=0.01, shrink=0.7)
+    bar.ax.tick_params(labelsize=6)
+    bar.set_label("share of the query's weight in the cell", fontsize=7)
+    return figure
+
+
+def _wrapped(text: str, width: int = 34) -> str:
+    return text if len(text) <= width else text[: width - 4] + " ..."
+
+
+def _keys(report: Report, layer: LayerReport) -> Figure:
+    """Which keys each head's weight goes to."""
+    edges = layer.statistics.key_edges
+    return _along(
+        report, np.add.reduceat(layer.statistics.received, edges[:-1], axis=1), edges, "key", "share of weight"
+    )
+
+
+def _entropy(report: Report, layer: LayerReport) -> Figure:
+    """Where in the text a head looks around, and where it knows."""
+    return _along(
+        report, layer.statistics.entropy_profile, layer.statistics.query_edges, "query", "entropy, share of the largest"
+    )
+
+
+def _along(report: Report, grid: np.ndarray, edges: np.ndarray, axis: str, label: str) -> Figure:
+    """Heads down, the text across."""
+    from matplotlib import colormaps
+    from matplotlib.colors import PowerNorm
+
+    heads, columns = grid.shape
+    figure = _new_figure(0.9 + 0.17 * heads + 0.5 * bool(report.recording.tokens))
+    ax = figure.subplots()
+    norm = PowerNorm(0.5, 0, max(float(np.nanmax(grid, initial=0)), 1e-12))
+    colours = colormaps[_MAP].with_extremes(bad="lightgrey")
+    tokens = report.recording.tokens
+    named = tokens is not None and edges[-1] == columns <= 3 * _LABELLED
+    extent = (-0.5, columns - 0.5) if named else (0, int(edges[-1]))
+    image = ax.imshow(
+        grid, cmap=colours, norm=norm, extent=(*extent, heads - 0.5, -0.5), aspect="auto", interpolation="nearest"
+    )
+    if named and tokens:
+        ax.set_xticks(range(columns), _short(tokens[-columns:]), rotation=90, parse_math=False)
+    else:
+        ax.set_xlabel(axis, fontsize=7)
+    ax.set_ylabel("head", fontsize=7)
+    ax.tick_params(labelsize=7 if columns <= 2 * _LABELLED else 5.5, length=2)
+    ax.yaxis.get_major_locator().set_params(integer=True)
+    bar = figure.colorbar(image, ax=ax, fraction=0.03, pad=0.01)
+    bar.ax.tick_params(labelsize=6)
+    bar.set_label(label, fontsize=7)
+    return figure
+
+
+def _short(tokens: Sequence[str]) -> list[str]:
+    return [token if len(token) <= 12 else token[:9] + "..." for token in tokens]
+
+
+def _distances(report: Report, layer: LayerReport) -> Figure:
+    """The weight by distance, in classes that double."""
+    statistics = layer.statistics
+    offsets = statistics.first_offset + np.arange(statistics.by_offset.shape[1])
+    classes = np.frexp(np.abs(offsets))[1]  # 0, 1, 2..3, 4..7, ...
+    grid = np.stack([np.bincount(classes, head) for head in statistics.by_offset])
+    figure = _new_figure(0.8 + 0.2 * len(grid))
+    ax = figure.subplots()
+    _grid(figure, ax, grid, "{:.0%}", top=float(grid.max()))
+    names = ["0", "1", *(f"{1 << c - 1}-{(1 << c) - 1}" for c in range(2, grid.shape[1]))]
+    ax.set_xticks(range(grid.shape[1]), names, rotation=30 if len(names) > 10 else 0)
+    ax.set_xlabel("distance in tokens", fontsize=7)
+    ax.set_ylabel("head", fontsize=7)
+    ax.yaxis.get_major_locator().set_params(integer=True)
+    return figure
+
+
+def _similarity(report: Report, layer: LayerReport) -> Figure:
+    figure = _new_figure(min(_WIDTH, 1 + 0.35 * len(layer.habits)))
+    ax = figure.subplots()
+    _grid(figure, ax, layer.statistics.similarity, "{:.2f}", top=1)
+    ax.set_xlabel("head", fontsize=7)
+    ax.set_ylabel("head", fontsize=7)
+    ax.yaxis.get_major_locator().set_params(integer=True)
+    return figure
+
+
+_OF_A_LAYER = (
+    ("weights", "Weights: queries down, keys across.", _weights),
+    ("keys", "Which keys attract: the share of each head's weight.", _keys),
+    ("distance", "How far the weight goes.", _distances),
+    ("entropy", "Entropy along the text: 0 looks at one key, 1 at all alike.", _entropy),
+    ("similarity", "Similarity of the heads: cosine of their weights; 1 is the same head twice.", _similarity),
+)
