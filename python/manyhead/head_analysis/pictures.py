@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -73,6 +73,7 @@ def _overview(report: Report) -> Figure:
     if changes:
         panels.append(("change of the embedding without the head (cosine distance)", changes, "{:.2g}"))
     figure = _new_figure(len(panels) * (0.85 + 0.22 * len(stack)))
+    figure.supxlabel("head", fontsize=8)
     for ax, (title, rows, form) in zip(figure.subplots(len(panels), squeeze=False).flat, panels, strict=True):
         grid = np.array(rows)
         _grid(figure, ax, grid, form, top=float(grid.max()))
@@ -118,7 +119,7 @@ def _weights(report: Report, layer: LayerReport) -> Figure:
         image = ax.imshow(
             statistics.heat[head], cmap=_MAP, norm=norm, extent=extent, aspect="auto", interpolation="nearest"
         )
-        ax.set_title(_wrapped(titles[head]), fontsize=7, parse_math=False)
+        ax.set_title(_clip(titles[head], 34), fontsize=7, parse_math=False)
         ax.tick_params(labelsize=6, length=2, labelbottom=head + across >= heads)
         ax.locator_params(nbins=4)
     figure.supxlabel("key", fontsize=8)
@@ -129,26 +130,28 @@ def _weights(report: Report, layer: LayerReport) -> Figure:
     return figure
 
 
-def _wrapped(text: str, width: int = 34) -> str:
-    return text if len(text) <= width else text[: width - 4] + " ..."
+def _clip(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 3] + "..."
 
 
 def _keys(report: Report, layer: LayerReport) -> Figure:
     """Which keys each head's weight goes to."""
     edges = layer.statistics.key_edges
-    return _along(
-        report, np.add.reduceat(layer.statistics.received, edges[:-1], axis=1), edges, "key", "share of weight"
-    )
+    received = np.add.reduceat(layer.statistics.received, edges[:-1], axis=1)
+    # The root shows small shares beside a key that takes nearly all.
+    return _along(report, received, edges, "key", "share of weight", power=0.5, top=max(float(received.max()), 1e-12))
 
 
 def _entropy(report: Report, layer: LayerReport) -> Figure:
     """Where in the text a head looks around, and where it knows."""
-    return _along(
-        report, layer.statistics.entropy_profile, layer.statistics.query_edges, "query", "entropy, share of the largest"
-    )
+    statistics = layer.statistics
+    label = "entropy, share of the largest"
+    return _along(report, statistics.entropy_profile, statistics.query_edges, "query", label, power=1, top=1)
 
 
-def _along(report: Report, grid: np.ndarray, edges: np.ndarray, axis: str, label: str) -> Figure:
+def _along(
+    report: Report, grid: np.ndarray, edges: np.ndarray, axis: str, label: str, *, power: float, top: float
+) -> Figure:
     """Heads down, the text across."""
     from matplotlib import colormaps
     from matplotlib.colors import PowerNorm
@@ -156,7 +159,7 @@ def _along(report: Report, grid: np.ndarray, edges: np.ndarray, axis: str, label
     heads, columns = grid.shape
     figure = _new_figure(0.9 + 0.17 * heads + 0.5 * bool(report.recording.tokens))
     ax = figure.subplots()
-    norm = PowerNorm(0.5, 0, max(float(np.nanmax(grid, initial=0)), 1e-12))
+    norm = PowerNorm(power, 0, top)
     colours = colormaps[_MAP].with_extremes(bad="lightgrey")
     tokens = report.recording.tokens
     named = tokens is not None and edges[-1] == columns <= 3 * _LABELLED
@@ -165,20 +168,20 @@ def _along(report: Report, grid: np.ndarray, edges: np.ndarray, axis: str, label
         grid, cmap=colours, norm=norm, extent=(*extent, heads - 0.5, -0.5), aspect="auto", interpolation="nearest"
     )
     if named and tokens:
-        ax.set_xticks(range(columns), _short(tokens[-columns:]), rotation=90, parse_math=False)
+        ax.set_xticks(range(columns), [_clip(token, 12) for token in tokens[-columns:]], rotation=90, parse_math=False)
     else:
         ax.set_xlabel(axis, fontsize=7)
-    ax.set_ylabel("head", fontsize=7)
+    _name_heads(ax, heads)
     ax.tick_params(labelsize=7 if columns <= 2 * _LABELLED else 5.5, length=2)
-    ax.yaxis.get_major_locator().set_params(integer=True)
     bar = figure.colorbar(image, ax=ax, fraction=0.03, pad=0.01)
     bar.ax.tick_params(labelsize=6)
     bar.set_label(label, fontsize=7)
     return figure
 
 
-def _short(tokens: Sequence[str]) -> list[str]:
-    return [token if len(token) <= 12 else token[:9] + "..." for token in tokens]
+def _name_heads(ax: Axes, heads: int) -> None:
+    ax.set_ylabel("head", fontsize=7)
+    ax.set_yticks(range(0, heads, 1 if heads <= 2 * _NUMBERED else 4))
 
 
 def _distances(report: Report, layer: LayerReport) -> Figure:
@@ -193,18 +196,17 @@ def _distances(report: Report, layer: LayerReport) -> Figure:
     names = ["0", "1", *(f"{1 << c - 1}-{(1 << c) - 1}" for c in range(2, grid.shape[1]))]
     ax.set_xticks(range(grid.shape[1]), names, rotation=30 if len(names) > 10 else 0)
     ax.set_xlabel("distance in tokens", fontsize=7)
-    ax.set_ylabel("head", fontsize=7)
-    ax.yaxis.get_major_locator().set_params(integer=True)
+    _name_heads(ax, len(layer.habits))
     return figure
 
 
 def _similarity(report: Report, layer: LayerReport) -> Figure:
-    figure = _new_figure(min(_WIDTH, 1 + 0.35 * len(layer.habits)))
+    figure = _new_figure(min(_WIDTH, 1 + 0.4 * len(layer.habits)))
     ax = figure.subplots()
     _grid(figure, ax, layer.statistics.similarity, "{:.2f}", top=1)
+    ax.set_aspect("equal")
     ax.set_xlabel("head", fontsize=7)
-    ax.set_ylabel("head", fontsize=7)
-    ax.yaxis.get_major_locator().set_params(integer=True)
+    _name_heads(ax, len(layer.habits))
     return figure
 
 
