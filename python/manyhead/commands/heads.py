@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..head_analysis.recording import FORMAT
-from .errors import UserError, need, writable
+from .errors import UserError, need
 
 if TYPE_CHECKING:
     from ..head_analysis.recording import Recording
@@ -78,8 +78,11 @@ def run(options: argparse.Namespace) -> int:
     from ..head_analysis.pictures import draw
     from ..head_analysis.report import analyse, to_json
 
-    writable(options.json)
     _check_folder(options.out)
+    if options.json:
+        _check_folder(options.json.parent)
+        if options.json.is_dir():
+            raise UserError(f"cannot write {options.json}: it is a folder")
     with _Progress() as progress:
         recording = _read(options, progress.step("Removing heads"))
         report = analyse(recording, max_cells=options.max_cells, progress=progress.step("Measuring heads"))

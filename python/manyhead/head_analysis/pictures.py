@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _MAP = "Blues"
 _DPI = 120
 _WIDTH = 8.0  # inches
+_ACROSS = 3  # heat maps of heads side by side
 _LABELLED = 24  # up to so many tokens have their names at the axes
 _NUMBERED = 16  # up to so many columns have their numbers in the cells
 
@@ -52,11 +53,11 @@ def _finish(name: str, layer: int | None, caption: str, figure: Figure) -> Pictu
     return Picture(name, layer, caption, file.getvalue())
 
 
-def _new_figure(height: float) -> Any:
+def _new_figure(height: float, *, arranged: bool = True) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+    figure = Figure(figsize=(_WIDTH, height), layout="constrained" if arranged else None)
     FigureCanvasAgg(figure)
     return figure
 
@@ -65,7 +66,7 @@ def _overview(report: Report) -> Figure:
     stack = report.layers
     panels = [
         ("entropy, share of the largest", [layer.statistics.entropy_share for layer in stack], "{:.0%}"),
-        ("mean distance, tokens", [layer.statistics.distance for layer in stack], "{:.3g}"),
+        ("mean distance, tokens", [layer.statistics.distance for layer in stack], "{:.1f}"),
         ("weight on the first key", [layer.statistics.received[:, 0] for layer in stack], "{:.0%}"),
         ("change of the layer's output without the head", [layer.output_change for layer in stack], "{:.0%}"),
     ]
@@ -85,11 +86,11 @@ def _overview(report: Report) -> Figure:
 def _grid(figure: Figure, ax: Axes, grid: np.ndarray, form: str, *, top: float) -> None:
     """Numbers as colours, and as numbers too where there is room."""
     image = ax.imshow(grid, cmap=_MAP, vmin=0, vmax=max(top, 1e-12), aspect="auto", interpolation="nearest")
+    ax.tick_params(labelsize=7, length=2)
     if grid.shape[1] > _NUMBERED:
         figure.colorbar(image, ax=ax, fraction=0.03, pad=0.01).ax.tick_params(labelsize=7)
         return
     ax.set_xticks(range(grid.shape[1]))
-    ax.tick_params(labelsize=7, length=2)
     for (row, column), value in np.ndenumerate(grid):
         colour = "white" if value > 0.6 * top else "black"
         ax.text(column, row, form.format(value), ha="center", va="center", fontsize=6.5, color=colour)
@@ -100,31 +101,43 @@ def _weights(report: Report, layer: LayerReport) -> Figure:
     heads, rows, columns = statistics.heat.shape
     titles = [f"head {head}: {layer.habits[head]}" for head in range(heads)]
     if tokens and len(tokens) == columns and columns <= _LABELLED:
+        queries, keys = tokens[-rows:], tokens
         return show_heads(
-            statistics.heat, tokens[-rows:], key_tokens=tokens, titles=titles, cmap=_MAP, columns=3, max_tokens=columns
+            statistics.heat, queries, key_tokens=keys, titles=titles, max_tokens=columns, columns=_ACROSS, cmap=_MAP
         )
+    return _many_maps(statistics.heat, titles, (0, statistics.key_edges[-1], statistics.query_edges[-1], 0))
+
+
+def _many_maps(heat: np.ndarray, titles: list[str], extent: tuple[int, int, int, int]) -> Figure:
+    """Small heat maps at places counted out in inches: finding them by layout takes seconds for 32 heads."""
     from matplotlib.colors import PowerNorm
 
-    across = min(4, heads)
+    heads = len(heat)
+    across = min(_ACROSS, heads)
     down = -(-heads // across)
-    side = _WIDTH / 4
-    figure = _new_figure(down * (side + 0.25) + 0.3)
-    norm = PowerNorm(0.5, 0, max(float(statistics.heat.max()), 1e-12))
-    axes = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True).flat
-    extent = (0, statistics.key_edges[-1], statistics.query_edges[-1], 0)
-    for head, ax in enumerate(axes):
-        if head >= heads:
-            ax.remove()
-            continue
-        image = ax.imshow(
-            statistics.heat[head], cmap=_MAP, norm=norm, extent=extent, aspect="auto", interpolation="nearest"
-        )
-        ax.set_title(_clip(titles[head], 34), fontsize=7, parse_math=False)
-        ax.tick_params(labelsize=6, length=2, labelbottom=head + across >= heads)
+    left, right, bottom, over, gap = 0.65, 0.9, 0.45, 0.3, 0.15
+    side = min(3.0, (_WIDTH - left - right - (across - 1) * gap) / across)
+    height = bottom + down * (side + over)
+    figure = _new_figure(height, arranged=False)
+
+    def place(x: float, y: float, width: float) -> Axes:
+        return figure.add_axes((x / _WIDTH, y / height, width / _WIDTH, side / height))
+
+    norm = PowerNorm(0.5, 0, max(float(heat.max()), 1e-12))
+    for head, title in enumerate(titles):
+        row, column = divmod(head, across)
+        ax = place(left + column * (side + gap), bottom + (down - 1 - row) * (side + over), side)
+        image = ax.imshow(heat[head], cmap=_MAP, norm=norm, extent=extent, aspect="auto", interpolation="nearest")
+        ax.set_title(_clip(title, 34), fontsize=7, pad=5, parse_math=False)
+        ax.tick_params(labelsize=6, length=2, labelbottom=head + across >= heads, labelleft=column == 0)
         ax.locator_params(nbins=4)
-    figure.supxlabel("key", fontsize=8)
-    figure.supylabel("query", fontsize=8)
-    bar = figure.colorbar(image, ax=figure.axes, fraction=0.02, pad=0.01, shrink=0.7)
+        for spine in ax.spines.values():  # which would hide a line of cells at the border, such as a first key
+            spine.set_position(("outward", 2))
+        if column == 0:
+            ax.set_ylabel("query", fontsize=7)
+        if head + across >= heads:
+            ax.set_xlabel("key", fontsize=7)
+    bar = figure.colorbar(image, cax=place(left + across * (side + gap), bottom + (down - 1) * (side + over), 0.12))
     bar.ax.tick_params(labelsize=6)
     bar.set_label("share of the query's weight in the cell", fontsize=7)
     return figure
@@ -145,8 +158,8 @@ def _keys(report: Report, layer: LayerReport) -> Figure:
 def _entropy(report: Report, layer: LayerReport) -> Figure:
     """Where in the text a head looks around, and where it knows."""
     statistics = layer.statistics
-    label = "entropy, share of the largest"
-    return _along(report, statistics.entropy_profile, statistics.query_edges, "query", label, power=1, top=1)
+    edges = statistics.query_edges
+    return _along(report, statistics.entropy_profile, edges, "query", "share of largest", power=1, top=1)
 
 
 def _along(

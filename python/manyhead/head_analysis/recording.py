@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -178,6 +179,9 @@ def _load(file: Path) -> dict[str, np.ndarray]:
             if missing:
                 held = ", ".join(saved.files) or "nothing"
                 raise UserError(f"{file} has no array {missing[0]}; it holds {held}, and q, k and v are needed")
+            unknown = [name for name in saved.files if name not in _KNOWN]
+            if unknown:
+                print(f"Note: {file} also holds {', '.join(unknown)}, which is not used.", file=sys.stderr)
             return {name: saved[name] for name in _KNOWN if name in saved}
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror or error}") from error

@@ -164,6 +164,7 @@ class _Sums:
         visible = np.clip(self.positions + 1, 0, kv_len) if causal else np.full(len(self.positions), kv_len)
         rows = np.maximum(np.count_nonzero(visible), 1)
         several = visible > 1
+        np.maximum(self.entropy, 0, out=self.entropy)  # rounding leaves less where one key has all
         share = np.divide(self.entropy, np.log(np.maximum(visible, 2)), where=several, out=np.zeros_like(self.entropy))
         starts = self.query_edges[:-1]
         in_cell = np.add.reduceat(several, starts, dtype=np.int64)
