@@ -321,7 +321,7 @@ def test_the_whole_command(packages, tmp_path, capsys):
     assert printed.err == ""
     assert "\x1b" not in printed.out
     assert max(map(len, printed.out.splitlines()[:9])) <= 80
-    assert len(printed.out.splitlines()) == 1 + 8 + 1
+    assert len(printed.out.splitlines()) == 1 + 8 + 1 + 1
     assert "Wrote" in printed.out
 
     pictures = sorted(file for file in out.iterdir() if file.suffix == ".png")

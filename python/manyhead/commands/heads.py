@@ -1,6 +1,6 @@
-"""What each attention head does: heat maps, entropy, distance, sinks, similarity, and the effect of removing it.
-
-Measured tile by tile, so that long texts need little memory. Writes pictures and one HTML page.
+"""What each attention head does: heat maps, entropy, distance, sinks, similarity,
+and the effect of removing it. Measured tile by tile, so that long texts need
+little memory. Writes pictures and one HTML page.
 """
 
 from __future__ import annotations
@@ -173,13 +173,16 @@ def _print_table(report: Report) -> None:
     from ..head_analysis.report import head_rows
 
     rows = head_rows(report)
+    change, title, form = "output_change", "output", "{:.0%}"
+    if report.recording.embedding_change:
+        change, title, form = "embedding_change", "embedding", "{:.4f}"
     shown = rows
     if len(rows) > _ROWS:
-        strongest = sorted(rows, key=lambda row: -row["output_change"])[:_ROWS]
+        strongest = sorted(rows, key=lambda row: -row[change])[:_ROWS]
         shown = [row for row in rows if row in strongest]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title in ("layer", "head", "entropy", "distance", "first key", "change", " closest"):
-        table.add_column(title, justify="right", no_wrap=True, min_width=len(title))
+    for name in ("layer", "head", "entropy", "distance", "first key", title, "closest"):
+        table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
     table.add_column("habit", overflow="ellipsis", no_wrap=True)
     for row in shown:
         table.add_row(
@@ -188,11 +191,12 @@ def _print_table(report: Report) -> None:
             f"{row['entropy_share']:.0%}",
             f"{row['distance']:.1f}",
             f"{row['first_key']:.0%}",
-            f"{row['output_change']:.0%}",
+            form.format(row[change]),
             "" if row["closest_head"] is None else f"{row['closest_head']} ({row['similarity']:.2f})",
             Text(row["habit"]),
         )
     console = Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 80)
     console.print(table)
     if len(shown) < len(rows):
-        console.print(f"These are {len(shown)} of {len(rows)} heads, those whose removal changes the output most.")
+        console.print(f"These are {len(shown)} of {len(rows)} heads, those whose removal changes the {title} most.")
+    console.print(f"{title}: its change when the head is set to zero.")
