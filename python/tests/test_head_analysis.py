@@ -342,6 +342,7 @@ def test_the_whole_command(packages, tmp_path, capsys):
     for token in HOSTILE:
         assert token in page.text
     assert "2 layers of 4 heads, 6 tokens, causal." in page.text
+    assert "Most alike" in page.text
 
     document = json.loads((out / "heads.json").read_text())
     assert (document["format"], document["projected"], document["tokens"]) == ("manyhead-heads", True, HOSTILE)
@@ -367,6 +368,14 @@ def test_long_texts_without_tokens(packages, tmp_path, capsys):
     assert "These are 36 of 40 heads" in capsys.readouterr().out
     page = Page((tmp_path / "out" / "index.html").read_text(encoding="utf-8"))
     assert "40 queries, 150 keys" in page.text
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (2, 1, 1, 60), (2, 2, 9, 4)])
+@pytest.mark.parametrize("causal", ["--causal", "--no-causal"])
+def test_odd_sizes_are_drawn(packages, tmp_path, capsys, recwarn, sizes, causal):
+    file = save(tmp_path / "a.npz", sizes)
+    assert main(["heads", str(file), causal, "--out", str(tmp_path / "out")]) == 0
+    assert not recwarn.list
 
 
 def test_bad_use_is_a_sentence_before_the_work(packages, tmp_path, capsys, monkeypatch):

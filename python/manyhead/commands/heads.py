@@ -173,15 +173,15 @@ def _print_table(report: Report) -> None:
     from ..head_analysis.report import head_rows
 
     rows = head_rows(report)
-    change, title, form = "output_change", "output", "{:.0%}"
+    change, of_what, form = "output_change", "the layer's output", "{:.0%}"
     if report.recording.embedding_change:
-        change, title, form = "embedding_change", "embedding", "{:.4f}"
+        change, of_what, form = "embedding_change", "the embedding", "{:.4f}"
     shown = rows
     if len(rows) > _ROWS:
         strongest = sorted(rows, key=lambda row: -row[change])[:_ROWS]
         shown = [row for row in rows if row in strongest]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("layer", "head", "entropy", "distance", "first key", title, "closest"):
+    for name in ("layer", "head", "entropy", "distance", "first", "change", "closest"):
         table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
     table.add_column("habit", overflow="ellipsis", no_wrap=True)
     for row in shown:
@@ -198,5 +198,5 @@ def _print_table(report: Report) -> None:
     console = Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 80)
     console.print(table)
     if len(shown) < len(rows):
-        console.print(f"These are {len(shown)} of {len(rows)} heads, those whose removal changes the {title} most.")
-    console.print(f"{title}: its change when the head is set to zero.")
+        console.print(f"These are {len(shown)} of {len(rows)} heads, those whose removal changes {of_what} most.")
+    console.print(f"first: weight on the first key; change: of {of_what} without the head.")

@@ -9,7 +9,7 @@ from pathlib import Path
 from .._library import __version__
 from ..commands.errors import need
 from .pictures import Picture
-from .report import Report, head_rows
+from .report import Report, head_rows, notable
 
 _COLUMNS = [
     ("entropy", "entropy, nats", "{:.2f}"),
@@ -72,6 +72,7 @@ def make_page(report: Report, pictures: Sequence[Picture]) -> str:
         report=report,
         pictures=pictures,
         rows=head_rows(report),
+        notable=notable(report),
         columns=columns,
         meanings=meanings,
         sizes=f"{count} layer{'s' * (count > 1)} of {heads} heads, {lengths}{', causal' * report.recording.causal}.",

@@ -207,7 +207,8 @@ def _distances(report: Report, layer: LayerReport) -> Figure:
     ax = figure.subplots()
     _grid(figure, ax, grid, "{:.0%}", top=float(grid.max()))
     names = ["0", "1", *(f"{1 << c - 1}-{(1 << c) - 1}" for c in range(2, grid.shape[1]))]
-    ax.set_xticks(range(grid.shape[1]), names, rotation=30 if len(names) > 10 else 0)
+    names = names[: grid.shape[1]]  # a single token has no distance 1
+    ax.set_xticks(range(len(names)), names, rotation=30 if len(names) > 10 else 0)
     ax.set_xlabel("distance in tokens", fontsize=7)
     _name_heads(ax, len(layer.habits))
     return figure

@@ -112,6 +112,31 @@ def head_rows(report: Report) -> list[dict[str, Any]]:
     return rows
 
 
+def notable(report: Report, count: int = 5) -> dict[str, list[str]]:
+    """The heads to look at first, of all layers."""
+    rows = head_rows(report)
+    change = "embedding_change" if report.recording.embedding_change else "output_change"
+
+    def best(key: str, form: str, *, largest: bool = True) -> list[str]:
+        chosen = sorted(rows, key=lambda row: -row[key] if largest else row[key])[:count]
+        return [f"layer {row['layer']} head {row['head']}: {form.format(row[key])}" for row in chosen]
+
+    pairs = [
+        (float(layer.statistics.similarity[a, b]), layer.number, a, b)
+        for layer in report.layers
+        for a, b in zip(*np.triu_indices(len(layer.habits), 1), strict=True)
+    ]
+    pairs.sort(key=lambda pair: -pair[0])
+    form = "{:.4f}" if change == "embedding_change" else "{:.0%}"
+    found = {
+        "Most weight on one key": best("top_key", "{:.0%}"),
+        "Removing it changes most": best(change, form),
+        "Removing it changes least": best(change, form, largest=False),
+        "Most alike": [f"layer {number} heads {a} and {b}: {value:.2f}" for value, number, a, b in pairs[:count]],
+    }
+    return {what: entries for what, entries in found.items() if entries}
+
+
 def to_json(report: Report) -> dict[str, Any]:
     recording = report.recording
     heads, q_len, kv_len = recording.sizes
