@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from encoder import Tokens, is_word
+from manyhead.head_analysis.encoder import Tokens, is_word
 
 _OFFSETS = {
     -3: "3 tokens back",

@@ -7,7 +7,7 @@
 It prints how similar the sentences are, checks the embeddings against the same model in float64, draws what the heads
 attend to, says it in words, and times attention beside the same attention written with NumPy.
 
-The encoder (encoder.py) is plain float32 NumPy; PyTorch is not used.
+The encoder (manyhead.head_analysis.encoder) is plain float32 NumPy; PyTorch is not used.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     import numpy as np
-    from encoder import Encoder, Tokens
     from heads import HeadHabits
+    from manyhead.head_analysis.encoder import Encoder, Tokens
     from timing import Call
 
 SENTENCES = (
@@ -232,7 +232,7 @@ def check_writable(folder: Path) -> None:
 
 
 def load_model(folder: Path | None) -> Encoder:
-    from encoder import Encoder, ModelError, find_model
+    from manyhead.head_analysis.encoder import Encoder, ModelError, find_model
 
     try:
         return Encoder(folder if folder else find_model())
@@ -278,8 +278,8 @@ def encode_all(
 ) -> Seen:
     """Encodes in padded batches; of the chosen layers the attention weights are asked for too."""
     import numpy as np
-    from encoder import make_batches
     from heads import HeadHabits
+    from manyhead.head_analysis.encoder import make_batches
 
     seen = Seen(
         np.empty((len(sentences), encoder.hidden), np.float32), {layer: HeadHabits(encoder.heads) for layer in layers}

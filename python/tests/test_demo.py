@@ -22,10 +22,11 @@ DEMO = Path(__file__).parents[1] / "demo"
 sys.path.insert(0, str(DEMO))
 
 import minilm  # noqa: E402
-from encoder import Encoder, ModelError, Tokens, find_model, make_batches  # noqa: E402
 from exact import exact_embedding  # noqa: E402
 from heads import HeadHabits, join_words, strongest_pair  # noqa: E402
-from numerics import gelu, layer_norm, numpy_attention, numpy_attention_one_by_one  # noqa: E402
+from manyhead.head_analysis.encoder import Encoder, ModelError, Tokens, find_model, make_batches  # noqa: E402
+from manyhead.head_analysis.numerics import gelu, layer_norm  # noqa: E402
+from numerics import numpy_attention, numpy_attention_one_by_one  # noqa: E402
 from timing import compare  # noqa: E402
 
 WORDS = ["the", "cat", "dog", "sat", "didn", "t", "it", "on", "mat", "##s", ".", "'"]

