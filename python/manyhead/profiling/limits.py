@@ -1,0 +1,134 @@
+"""What the machine can do at best: multiply-adds and reads. And how steady it is while a profile runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from itertools import product
+from statistics import median
+from typing import Any, NamedTuple
+
+from .instruments import Instruments
+
+LEAST_MEMORY = 256 << 20
+OVERHEAD_SECONDS = 50e-6  # a call that takes less may be mostly the cost of a call ...
+OVERHEAD_SHARE = 0.2  # ... and is, where neither limit explains more of its time than this
+
+
+class Level(NamedTuple):
+    """A level of the memory."""
+
+    name: str
+    size: int  # bytes in all
+    private: bool  # one for each core
+    probe: int  # bytes that are read to measure it, for each thread where it is private
+
+    def holds(self, size: int, threads: int) -> bool:
+        return size <= self.size * (threads if self.private else 1)
+
+
+def levels(machine: Mapping[str, Any], available: int) -> list[Level]:
+    """Those this machine has, fastest first. `available` is the memory that may be used."""
+    l1, l2, l3 = (machine.get(f"l{i}_bytes") or 0 for i in (1, 2, 3))
+    found = []
+    if l1:
+        found.append(Level("L1", l1, True, l1 // 2))
+    if l2:
+        found.append(Level("L2", l2, True, l2 // 2))
+    if l3:  # beyond L2, and well within what neighbours on a shared CPU leave of L3
+        private = l2 * int(machine.get("cpus") or 1)
+        found.append(Level("L3", l3, False, min(max(2 * private, l3 // 16), l3 // 2)))
+    probe = min(max(2 * max(l2, l3), LEAST_MEMORY), max(available // 4, 1))
+    found.append(Level("memory", 1 << 62, False, probe))
+    return found
+
+
+class Limits:
+    """Rates, each measured when it is first asked for."""
+
+    def __init__(self, tools: Instruments, machine: Mapping[str, Any], available: int, seconds: float) -> None:
+        self.tools = tools
+        self.seconds = seconds
+        self.levels = levels(machine, available)
+        self._arithmetic: dict[tuple[str, str, int], float] = {}
+        self._read: dict[tuple[str, int], tuple[int, float]] = {}  # bytes read, rate
+
+    def arithmetic(self, isa: str, dtype: str, threads: int) -> float:
+        key = isa, dtype, threads
+        if key not in self._arithmetic:
+            self._arithmetic[key] = self.tools.arithmetic_rate(isa, dtype, threads, self.seconds)
+        return self._arithmetic[key]
+
+    def read(self, level: Level, threads: int) -> float:
+        key = level.name, threads
+        if key not in self._read:
+            size = level.probe * (threads if level.private else 1)
+            self._read[key] = size, self.tools.read_rate(size, threads, self.seconds)
+        return self._read[key][1]
+
+    def survey(
+        self, isas: Iterable[str], dtypes: Iterable[str], threads: Iterable[int], watch: Callable[[str], None]
+    ) -> None:
+        """Measures them all. `watch` is told before each."""
+        counts = sorted(set(threads))
+        for number in counts:
+            for level in self.levels:
+                watch(f"reading {level.name}")
+                self.read(level, number)
+        for isa, dtype, number in product(isas, dtypes, counts):
+            watch(f"arithmetic of {isa} in {dtype}")
+            self.arithmetic(isa, dtype, number)
+
+    def of(
+        self, flops: float, moved: float, kept: int, isa: str, dtype: str, threads: int, best: float
+    ) -> dict[str, Any]:
+        """What bounds a call whose fastest run took `best` seconds, and the share of that bound it reaches. It moves
+        `moved` bytes; `kept` are those of K and V, which stay in a cache between runs where one is large enough."""
+        arithmetic = self.arithmetic(isa, dtype, threads)
+        level = next(level for level in self.levels if level.holds(kept, threads))
+        read = self.read(level, threads)
+        seconds, limit, rate = max(
+            (flops / arithmetic, "arithmetic", arithmetic),
+            (moved / read, f"read {level.name}", read),
+        )
+        share = seconds / best
+        if share < OVERHEAD_SHARE and best < OVERHEAD_SECONDS:
+            return {"limit": "overhead", "limit_rate": None, "share": share}
+        return {"limit": limit, "limit_rate": rate, "share": share}
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "arithmetic": [
+                {"isa": isa, "dtype": dtype, "threads": threads, "rate": rate}
+                for (isa, dtype, threads), rate in self._arithmetic.items()
+            ],
+            "read": [
+                {"level": name, "bytes": size, "threads": threads, "rate": rate}
+                for (name, threads), (size, rate) in self._read.items()
+            ],
+        }
+
+
+class Steadiness:
+    """The clock and a short loop of known work, looked at again and again: what changes is the machine."""
+
+    LOOKS = 10
+    SECONDS = 5e-4
+
+    def __init__(self, tools: Instruments, isa: str) -> None:
+        self.tools = tools
+        self.isa = isa
+        self.clocks: list[float] = []
+        self.spreads: list[float] = []
+
+    def look(self) -> None:
+        self.clocks.append(self.tools.clock_rate(self.SECONDS))
+        rates = sorted(self.tools.arithmetic_rate(self.isa, "f32", 1, self.SECONDS) for _ in range(self.LOOKS))
+        self.spreads.append(rates[-1] / rates[self.LOOKS // 10] - 1)
+
+    def document(self) -> dict[str, Any]:
+        clocks = self.clocks
+        return {
+            "clock": {"first": clocks[0], "last": clocks[-1], "least": min(clocks), "most": max(clocks)},
+            "noise": median(self.spreads),
+            "drift": clocks[-1] / clocks[0] - 1,
+        }

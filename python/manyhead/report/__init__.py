@@ -1,0 +1,1 @@
+"""The HTML pages of `manyhead profile --html` and `manyhead compare --html`."""

@@ -1,0 +1,106 @@
+"""manyhead._measure without the measuring: a machine that does what it is told, in no time."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+ITEM_SIZE = {"f32": 4, "f64": 8, "bf16": 2, "f16": 2}
+ARITHMETIC, READ, CALL, CLOCK = 1e11, 1e10, 1e-6, 3e9  # FLOP/s and bytes/s of a thread, seconds, Hz
+
+
+class FakeProblemError(ValueError):
+    """Like ProblemLineError."""
+
+    def __init__(self, line: str, column: int) -> None:
+        super().__init__(f"{line[column:].split()[0]!r} is not a word of a problem line")
+        self.line, self.column = line, column
+
+    def pointed(self) -> str:
+        return f"{self.line}\n{' ' * self.column}^"
+
+
+class FakeMeasure:
+    """What the modules of manyhead.profiling take for manyhead._measure.
+
+    `slower` multiplies the times, `interrupt` is the number of the call of `measure` in which Ctrl-C comes, `failing` a
+    word: no plan can be made of lines that hold it."""
+
+    def __init__(self, *, slower: float = 1.0, interrupt: int = 0, failing: str = "", seed: int = 0) -> None:
+        self.slower = slower
+        self.interrupt = interrupt
+        self.failing = failing
+        self.random = np.random.default_rng(seed)
+        self.order: list[str] = []  # the lines that were measured
+
+    def parse_problem(self, line: str) -> Any:
+        sizes = {"b": 1, "h": 0, "q": 0, "kv": 0, "d": 0, "v": 0}
+        kv_heads, causal, inputs = 0, False, 0
+        for match in re.finditer(r"\S+", line):
+            word = match[0]
+            if size := re.fullmatch(r"(b|h|q|kv|d|v)(\d+)(?:/(\d+))?", word):
+                sizes[size[1]] = int(size[2])
+                kv_heads = int(size[3] or kv_heads)
+            elif word == "causal":
+                causal = True
+            elif word == "mask":
+                inputs = 1
+            elif word not in ITEM_SIZE and not word.startswith("align="):
+                raise FakeProblemError(line, match.start())
+        return SimpleNamespace(
+            batch=sizes["b"],
+            heads=sizes["h"],
+            kv_heads=kv_heads or sizes["h"],
+            q_len=sizes["q"],
+            kv_len=sizes["kv"],
+            head_dim=sizes["d"],
+            v_dim=sizes["v"] or sizes["d"],
+            causal=causal,
+            inputs=inputs,
+            outputs=0,
+        )
+
+    def Workload(self, line: str, *, isa: str | None = None, threads: int = 0, seed: int = 0) -> FakeWorkload:
+        if self.failing and self.failing in line.split():
+            raise ValueError("there is no kernel for this")
+        return FakeWorkload(self, line, isa or "avx2", threads)
+
+    def arithmetic_rate(self, isa: str, dtype: str, threads: int, seconds: float) -> float:
+        return ARITHMETIC * threads
+
+    def read_rate(self, size: int, threads: int, seconds: float) -> float:
+        return READ * threads
+
+    def clock_rate(self, seconds: float) -> float:
+        return CLOCK
+
+
+class FakeWorkload:
+    def __init__(self, machine: FakeMeasure, line: str, isa: str, threads: int) -> None:
+        self.machine, self.line, self.isa, self.threads = machine, line, isa, threads
+        self.dtype, self.route, self.plan = line.split()[0], "tile", {}
+        p = machine.parse_problem(line)
+        q_rows, kv_rows = p.batch * p.heads * p.q_len, p.batch * p.kv_heads * p.kv_len
+        self.flops = 2.0 * (p.head_dim + p.v_dim) * q_rows * (p.kv_len + 1 if p.causal else 2 * p.kv_len) / 2
+        item = ITEM_SIZE[self.dtype]
+        self.bytes = float((q_rows + kv_rows) * (p.head_dim + p.v_dim) * item)
+        self.arrays = {name: np.broadcast_to(np.uint8(0), (kv_rows * p.head_dim * item,)) for name in ("k", "v")}
+        self.seconds = max(self.flops / ARITHMETIC, self.bytes / READ) / threads * 2 * machine.slower + CALL
+
+    def run(self) -> None:
+        pass
+
+    def measure(self, seconds: float, most: int = 1000) -> np.ndarray:
+        self.machine.order.append(self.line)
+        if len(self.machine.order) == self.machine.interrupt:
+            raise KeyboardInterrupt
+        runs = min(max(int(seconds / self.seconds), 1), 40)
+        return self.seconds * (1 + 0.02 * self.machine.random.random(runs))
+
+    def phases(self) -> dict[str, Any]:
+        parts = {"scores": 0.4, "softmax": 0.2, "values": 0.4, "idle": 0.1}
+        spent = {name: share * self.seconds * self.threads for name, share in parts.items()}
+        return {"seconds": self.seconds, "threads": self.threads, "phases": spent, "counters": None}
