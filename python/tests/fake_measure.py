@@ -88,7 +88,7 @@ class FakeWorkload:
         item = ITEM_SIZE[self.dtype]
         self.bytes = float((q_rows + kv_rows) * (p.head_dim + p.v_dim) * item)
         self.arrays = {name: np.broadcast_to(np.uint8(0), (kv_rows * p.head_dim * item,)) for name in ("k", "v")}
-        self.seconds = max(self.flops / ARITHMETIC, self.bytes / READ) / threads * 2 * machine.slower + CALL
+        self.seconds = (max(self.flops / ARITHMETIC, self.bytes / READ) / threads * 2 + CALL) * machine.slower
 
     def run(self) -> None:
         pass

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..report import units
@@ -100,9 +101,10 @@ FIGURES = [
     Column("limit", lambda row: row["limit"], 1, left=True),
 ]
 DETAILS = [
-    Column("route", lambda row: row["route"], 4, left=True),
-    Column("problem", lambda row: " ".join(row["problem"].split()[1:]), 5, left=True),
-    Column("what it stands for", lambda row: row["what"], 6, left=True),
+    Column("most in", lambda row: longest_phase(row), 4, left=True),
+    Column("route", lambda row: row["route"], 5, left=True),
+    Column("problem", lambda row: " ".join(row["problem"].split()[1:]), 6, left=True),
+    Column("what it stands for", lambda row: row["what"], 7, left=True),
 ]
 TITLES = {
     "table": "Workloads",
@@ -184,7 +186,7 @@ def show_series(console: Console, rows: list[Row]) -> None:
             Column("of size", lambda row: _word(row, "d"), 1),
             TIME,
             Column(f"vs {first['x']}", lambda row: f"{row['seconds']['best'] / first['seconds']['best']:.2f}x"),
-            Column("softmax", lambda row: units.ABSENT if (share := softmax_share(row)) is None else f"{share:.0%}"),
+            Column("softmax", lambda row: f"{work(row)['softmax']:.0%}" if work(row) else units.ABSENT),
             Column("", lambda row: "#" * round(BAR * row["seconds"]["best"] / longest), 2, left=True),
         ]
     else:
@@ -199,11 +201,16 @@ def _word(row: Row, letter: str) -> str:
     return next((word[1:] for word in row["problem"].split() if word[0] == letter and word[1:].isdecimal()), "")
 
 
-def softmax_share(row: Row) -> float | None:
-    """Of the time that the threads worked."""
-    phases = row["phases"] or {}
-    worked = sum(seconds for name, seconds in phases.items() if name != "idle")
-    return phases.get("softmax", 0.0) / worked if worked else None
+def work(row: Row) -> dict[str, float]:
+    """The shares of the phases in the time that the threads worked; none where they were not measured."""
+    spent = {name: seconds for name, seconds in (row["phases"] or {}).items() if name != "idle"}
+    total = sum(spent.values())
+    return {name: seconds / total for name, seconds in spent.items()} if total else {}
+
+
+def longest_phase(row: Row) -> str:
+    shares = work(row)
+    return "{} {:.0%}".format(*max(shares.items(), key=itemgetter(1))) if shares else units.ABSENT
 
 
 def heads_verdict(rows: Sequence[Row]) -> str:
@@ -216,10 +223,9 @@ def heads_verdict(rows: Sequence[Row]) -> str:
         f"Textbooks: h heads of d/h cost what one head of d costs. Here {said}. The products have as many FLOPs, "
         f"but there are {last['x'] / first['x']:g} times as many scores for the softmax"
     )
-    shares = softmax_share(first), softmax_share(last)
-    if None in shares:
+    if not (work(first) and work(last)):
         return text + "."
-    return text + ": {:.0%} of the time goes there, after {:.0%}.".format(*reversed(shares))
+    return text + f": {work(last)['softmax']:.0%} of the time goes there, after {work(first)['softmax']:.0%}."
 
 
 def show_notes(console: Console, document: dict[str, Any]) -> None:
