@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 PIPE_WIDTH = 100  # of a pipe, where COLUMNS does not say
 NOISY = 0.1  # above it, times of different rows cannot be compared
 DRIFTED = 0.05
-BAR = 20  # characters
+BAR = 15  # characters
 ONLY_NAMED = 5  # rows that only one file has
 
 Row = dict[str, Any]
@@ -82,7 +82,9 @@ def _table(console: Console, columns: Sequence[Column], rows: Sequence[Row]) -> 
     from rich.table import Table
 
     lines = box.SIMPLE_HEAD if console.is_terminal else None
-    table = Table(box=lines, pad_edge=False, header_style="bold" if console.is_terminal else "", padding=(0, 1))
+    table = Table(
+        box=lines, pad_edge=False, show_edge=False, header_style="bold" if console.is_terminal else "", padding=(0, 1)
+    )
     for column in columns:
         table.add_column(column.title, justify="left" if column.left else "right", style=column.style, overflow="fold")
     for row in rows:
@@ -186,8 +188,8 @@ def show_series(console: Console, rows: list[Row]) -> None:
             Column("of size", lambda row: _word(row, "d"), 1),
             TIME,
             Column(f"vs {first['x']}", lambda row: f"{row['seconds']['best'] / first['seconds']['best']:.2f}x"),
-            Column("softmax", lambda row: f"{work(row)['softmax']:.0%}" if work(row) else units.ABSENT),
-            Column("", lambda row: "#" * round(BAR * row["seconds"]["best"] / longest), 2, left=True),
+            Column("softmax", lambda row: f"{work(row).get('softmax', 0):.0%}" if work(row) else units.ABSENT),
+            Column("", lambda row: "#" * round(BAR * row["seconds"]["best"] / longest), left=True),
         ]
     else:
         columns = [Column("name", lambda row: row["name"], left=True), TIME]
@@ -225,7 +227,10 @@ def heads_verdict(rows: Sequence[Row]) -> str:
     )
     if not (work(first) and work(last)):
         return text + "."
-    return text + f": {work(last)['softmax']:.0%} of the time goes there, after {work(first)['softmax']:.0%}."
+    return (
+        text
+        + f": {work(last).get('softmax', 0):.0%} of the time goes there, after {work(first).get('softmax', 0):.0%}."
+    )
 
 
 def show_notes(console: Console, document: dict[str, Any]) -> None:
