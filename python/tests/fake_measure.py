@@ -63,6 +63,10 @@ class FakeMeasure:
             outputs=0,
         )
 
+    def check_problem(self, problem: Any) -> None:
+        if problem.heads % problem.kv_heads:
+            raise ValueError(f"kv_heads is {problem.kv_heads}, must divide heads = {problem.heads}")
+
     def Workload(self, line: str, *, isa: str | None = None, threads: int = 0, seed: int = 0) -> FakeWorkload:
         if self.failing and self.failing in line.split():
             raise ValueError("there is no kernel for this")
@@ -103,4 +107,10 @@ class FakeWorkload:
     def phases(self) -> dict[str, Any]:
         parts = {"scores": 0.4, "softmax": 0.2, "values": 0.4, "idle": 0.1}
         spent = {name: share * self.seconds * self.threads for name, share in parts.items()}
-        return {"seconds": self.seconds, "threads": self.threads, "phases": spent, "counters": None}
+        return {
+            "seconds": self.seconds,
+            "threads": self.threads,
+            "phases": spent,
+            "counters": None,
+            "counters_note": "",
+        }

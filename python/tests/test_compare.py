@@ -145,7 +145,7 @@ def test_the_table(files, capsys):
     assert (status, err) == (0, "")
     assert is_plain(out)
     assert "B  slow: A CPU, manyhead" in out
-    assert re.search(r"^shape_1 +f32 +avx2 +1 +[\d.]+ us +[\d.]+ us +0\.8\d\*$", out, re.M)
+    assert re.search(r"^b1 h2 q32 kv32 d16 +f32 +avx2 +1 +[\d.]+ us +[\d.]+ us +0\.8\d\*$", out, re.M)
     assert re.search(r"Geometric mean: B 0\.8\d\d\.", out)
 
 
@@ -162,7 +162,7 @@ def test_what_only_one_has(files, capsys):
     status, out, _ = command(capsys, "old.json", "other.json", "--fail-below", "0.9")
     assert status == 0
     assert "No row is in more than one of them" in out
-    assert "Only in B: shape_1 bf16 avx2" in out
+    assert "Only in B: b1 h2 q32 kv32 d16 bf16 avx2" in out
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_what_only_one_has(files, capsys):
         (["same.json", "--fail-below", "0.95"], 0, ""),
         (["fast.json", "--fail-below", "0.95"], 0, ""),
         (["slow.json", "--fail-below", "0.5"], 0, ""),
-        (["slow.json", "--fail-below", "0.95"], 1, "slow: shape_1 f32 avx2"),
+        (["slow.json", "--fail-below", "0.95"], 1, "slow: b1 h2 q32 kv32 d16 f32 avx2"),
         (["slow.json", "--fail-below", "0.95"], 1, "slow: geometric mean: 0.8"),
         (["fast.json", "slow.json", "--fail-below", "0.95"], 1, "slow: "),
         (["slow.json"], 0, ""),

@@ -73,7 +73,13 @@ def run(options: argparse.Namespace) -> int:
     if options.list:
         limits = Limits(_measure, facts, available, 0.01)
         planned = sweep.Sweep(
-            rows, _measure, limits, sweep.Steadiness(_measure, facts["isa"]), effort, available=available, phases=False
+            rows,
+            _measure,
+            limits,
+            sweep.Steadiness(_measure, facts["isa"], 1),
+            effort,
+            available=available,
+            phases=False,
         )
         with show.console() as console:
             show.show_plan(console, rows, [planned.expected(row) for row in rows])
@@ -107,7 +113,7 @@ def run(options: argparse.Namespace) -> int:
         if file:
             print(f"Wrote {file}.")
     if result["complete"]:
-        return 0
+        return 0 if result["rows"] else 1  # all were left out; the notes say why
     print(f"Interrupted: {len(result['rows'])} of {len(rows)} rows were done.", file=sys.stderr)
     return 130
 

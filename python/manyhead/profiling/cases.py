@@ -85,7 +85,7 @@ def preset_cases(names: Iterable[str]) -> list[Case]:
 
 
 def shape_cases(lines: Iterable[str]) -> list[Case]:
-    return [Case(f"shape_{i}", line.strip(), line.strip()) for i, line in enumerate(lines, 1)]
+    return [Case(" ".join(line.split()), line.strip(), "") for line in lines]
 
 
 def make_rows(
@@ -124,9 +124,10 @@ def doublings(last: int) -> list[int]:
 def _row(case: Case, line: str, dtype: str, isa: str, threads: int, x: int | None, tools: Instruments) -> Row:
     try:
         problem = tools.parse_problem(line)
+        tools.check_problem(problem)
     except ValueError as error:
         pointed = getattr(error, "pointed", None)  # a line that was read but asks for what cannot be has no column
-        raise UserError(f"{error}{chr(10) + pointed() if pointed else ''}") from error
+        raise UserError(f"{error}\n{pointed() if pointed else line}") from error
     kv_heads = problem.kv_heads or problem.heads
     v_dim = problem.v_dim or problem.head_dim
     q_rows = problem.batch * problem.heads * problem.q_len

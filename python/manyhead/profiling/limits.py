@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from .instruments import Instruments
 
 LEAST_MEMORY = 256 << 20
+GLANCE = 2e-3  # seconds of a look at a limit beside a row
 OVERHEAD_SECONDS = 50e-6  # a call that takes less may be mostly the cost of a call ...
 OVERHEAD_SHARE = 0.2  # ... and is, where neither limit explains more of its time than this
 
@@ -21,6 +22,10 @@ class Level(NamedTuple):
     size: int  # bytes in all
     private: bool  # one for each core
     probe: int  # bytes that are read to measure it, for each thread where it is private
+
+    def bytes(self, threads: int) -> int:
+        """How much so many threads read to measure it."""
+        return self.probe * (threads if self.private else 1)
 
     def holds(self, size: int, threads: int) -> bool:
         return size <= self.size * (threads if self.private else 1)
@@ -43,7 +48,8 @@ def levels(machine: Mapping[str, Any], available: int) -> list[Level]:
 
 
 class Limits:
-    """Rates, each measured when it is first asked for."""
+    """Rates, each measured when it is first asked for, and again while a profile runs: the highest counts, because what
+    else runs on a machine can only lower them."""
 
     def __init__(self, tools: Instruments, machine: Mapping[str, Any], available: int, seconds: float) -> None:
         self.tools = tools
@@ -61,9 +67,19 @@ class Limits:
     def read(self, level: Level, threads: int) -> float:
         key = level.name, threads
         if key not in self._read:
-            size = level.probe * (threads if level.private else 1)
+            size = level.bytes(threads)
             self._read[key] = size, self.tools.read_rate(size, threads, self.seconds)
         return self._read[key][1]
+
+    def again(self, isa: str, dtype: str, threads: int, kept: int) -> None:
+        """Another look at the limits of a row, while the machine is as it is for that row."""
+        rate = self.tools.arithmetic_rate(isa, dtype, threads, GLANCE)
+        self._arithmetic[isa, dtype, threads] = max(rate, self.arithmetic(isa, dtype, threads))
+        level = self._level(kept, threads)
+        size = level.bytes(threads)
+        if size <= LEAST_MEMORY:  # more takes too long to fill
+            rate = self.tools.read_rate(size, threads, GLANCE)
+            self._read[level.name, threads] = size, max(rate, self.read(level, threads))
 
     def survey(
         self, isas: Iterable[str], dtypes: Iterable[str], threads: Iterable[int], watch: Callable[[str], None]
@@ -84,7 +100,7 @@ class Limits:
         """What bounds a call whose fastest run took `best` seconds, and the share of that bound it reaches. It moves
         `moved` bytes; `kept` are those of K and V, which stay in a cache between runs where one is large enough."""
         arithmetic = self.arithmetic(isa, dtype, threads)
-        level = next(level for level in self.levels if level.holds(kept, threads))
+        level = self._level(kept, threads)
         read = self.read(level, threads)
         seconds, limit, rate = max(
             (flops / arithmetic, "arithmetic", arithmetic),
@@ -94,6 +110,9 @@ class Limits:
         if share < OVERHEAD_SHARE and best < OVERHEAD_SECONDS:
             return {"limit": "overhead", "limit_rate": None, "share": share}
         return {"limit": limit, "limit_rate": rate, "share": share}
+
+    def _level(self, kept: int, threads: int) -> Level:
+        return next(level for level in self.levels if level.holds(kept, threads))
 
     def document(self) -> dict[str, Any]:
         return {
@@ -112,23 +131,28 @@ class Steadiness:
     """The clock and a short loop of known work, looked at again and again: what changes is the machine."""
 
     LOOKS = 10
-    SECONDS = 5e-4
+    SECONDS = 1e-3
 
-    def __init__(self, tools: Instruments, isa: str) -> None:
+    def __init__(self, tools: Instruments, isa: str, threads: int) -> None:
         self.tools = tools
         self.isa = isa
+        self.threads = threads
         self.clocks: list[float] = []
-        self.spreads: list[float] = []
+        self.loops: list[list[float]] = []  # FLOP/s, slowest first
 
     def look(self) -> None:
-        self.clocks.append(self.tools.clock_rate(self.SECONDS))
-        rates = sorted(self.tools.arithmetic_rate(self.isa, "f32", 1, self.SECONDS) for _ in range(self.LOOKS))
-        self.spreads.append(rates[-1] / rates[self.LOOKS // 10] - 1)
+        looks = range(self.LOOKS)
+        # A thread that loses its core for a moment seems to have a slow clock, never a fast one.
+        self.clocks.append(max(self.tools.clock_rate(self.SECONDS / 2) for _ in looks))
+        rates = [self.tools.arithmetic_rate(self.isa, "f32", self.threads, self.SECONDS) for _ in looks]
+        self.loops.append(sorted(rates))
 
     def document(self) -> dict[str, Any]:
+        """The noise is how much longer than in its best moment the loop takes at a usual one, nine times of ten."""
         clocks = self.clocks
+        best = max(rates[-1] for rates in self.loops)
         return {
             "clock": {"first": clocks[0], "last": clocks[-1], "least": min(clocks), "most": max(clocks)},
-            "noise": median(self.spreads),
+            "noise": median(best / rates[self.LOOKS // 10] - 1 for rates in self.loops),
             "drift": clocks[-1] / clocks[0] - 1,
         }

@@ -29,7 +29,8 @@ def profile(
 ) -> dict[str, Any]:
     """The document of all rows, or of those that were done before Ctrl-C."""
     begin = time.monotonic()
-    steadiness = Steadiness(tools, machine["isa"])
+    most = max(row.threads for row in rows)
+    steadiness = Steadiness(tools, machine["isa"], most)
     limits = Limits(tools, machine, available, effort.limit_seconds)
     sweep = Sweep(rows, tools, limits, steadiness, effort, available=available, phases=phases)
     steadiness.look()
@@ -38,7 +39,7 @@ def profile(
         limits.survey(
             dict.fromkeys(row.isa for row in rows),
             dict.fromkeys(row.dtype for row in rows),
-            {1, max(row.threads for row in rows)},
+            {1, most},
             watch.now,
         )
         watch.plan(sum(sweep.expected(row) for row in rows))

@@ -258,7 +258,7 @@ def show_notes(console: Console, document: dict[str, Any]) -> None:
     console.print(
         f"The clock was between {giga(clock['least'])} and {giga(clock['most'])} GHz "
         f"({limits['drift']:+.0%} from first to last). "
-        f"One short loop took {limits['noise']:.0%} longer in its slowest tenth of runs. "
+        f"A short loop usually took up to {limits['noise']:.0%} longer than in its best moment. "
         f"{units.plural(len(rows), 'row')} in {units.duration(document['seconds'])}."
     )
     if limits["noise"] > NOISY or abs(limits["drift"]) > DRIFTED:

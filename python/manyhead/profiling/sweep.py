@@ -16,7 +16,9 @@ from .limits import Limits, Steadiness
 SAMPLES = 50  # of a row's times, kept for tests of significance
 TOGETHER = 1 << 30  # bytes of tensors that are kept between the passes
 GUESS = 0.3  # of the limits: what is expected of a row that has not run yet
-FILL_RATE = 2e8  # bytes of tensors filled in a second, about
+FILL_RATE = 5e8  # bytes of tensors filled in a second, about
+BESIDES = 6  # runs of a row that are not timed: warm-up, phases
+LOOKING = 0.03  # seconds spent on the limits and on the machine beside a row
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ class Measured:
             **limits.of(facts["flops"], facts["bytes"], facts["kept"], row.isa, row.dtype, row.threads, best),
             "phases": self.phases["phases"] if self.phases else None,
             "counters": self.phases["counters"] if self.phases else None,
+            "counters_note": self.phases["counters_note"] if self.phases else None,
             "note": f"too small for more than {facts['threads']} of the {row.threads} threads" if fewer else None,
         }
 
@@ -130,7 +133,6 @@ class Sweep:
                     if not measured.why_not:
                         watch.now(str(measured.row))
                         self._measure(measured, turn)
-                        self.steadiness.look()
                     watch.done(self.expected(measured.row) / passes)
             for measured in group:
                 measured.workload = None
@@ -140,7 +142,8 @@ class Sweep:
         if self._why_not(row):
             return 0.0
         effort, once = self.effort, self._once(row)
-        return max(effort.seconds, effort.passes * effort.least * once) + 2 * once + row.size / FILL_RATE
+        runs = max(effort.seconds, effort.passes * effort.least * once) + BESIDES * once
+        return runs + effort.passes * LOOKING + row.size / FILL_RATE
 
     def document(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """The rows that were measured, and those that were left out."""
@@ -158,6 +161,9 @@ class Sweep:
         while len(seconds) < effort.least:
             seconds = np.append(seconds, workload.measure(0.0))
         measured.samples.append(seconds)
+        row = measured.row
+        self.limits.again(row.isa, row.dtype, row.threads, measured.facts["kept"])
+        self.steadiness.look()
         if self.phases and turn == effort.passes - 1:
             measured.phases = workload.phases()
 
