@@ -149,6 +149,13 @@ def test_the_table(files, capsys):
     assert re.search(r"Geometric mean: B 0\.8\d\d\.", out)
 
 
+def test_the_page(files, capsys):
+    pytest.importorskip("manyhead.report.page")
+    status, out, _ = command(capsys, "old.json", "slow.json", "fast.json", "--html", "a.html")
+    assert status == 0 and "Wrote a.html." in out
+    assert "slow" in (files / "a.html").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("number", [3, 4, 8])
 def test_many_files_fit_80_columns(files, capsys, number):
     status, out, _ = command(capsys, "old.json", *["slow.json"] * (number - 1))

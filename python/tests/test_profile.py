@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -301,6 +302,19 @@ def test_rows_that_would_take_too_long_are_left_out():
     assert result["skipped"][0]["why"] == "one run takes more than 0.5 s"
 
 
+def test_a_run_ends_in_time(monkeypatch):
+    clock = iter(range(1000))
+    monkeypatch.setattr(sweep.time, "monotonic", lambda: next(clock))
+    effort = sweep.Effort(seconds=1e-9, passes=3, least=1, longest=10.0, limit_seconds=0.001, total=4.5)
+    tools = FakeMeasure()
+    result = profile(tools, effort=effort)
+    assert len(tools.order) == 4, "one pass, and a row of the second one"
+    assert [row["seconds"]["runs"] for row in result["rows"]] == [2, 1, 1]
+    result = profile(FakeMeasure(), effort=dataclasses.replace(effort, total=2.5))
+    assert [row["name"] for row in result["rows"]] == SHAPES[:2]
+    assert result["skipped"][0]["why"] == "there was no time left"
+
+
 def test_rows_that_cannot_be_planned_do_not_end_the_run():
     tools = FakeMeasure(failing="causal")
     result = profile(tools)
@@ -415,11 +429,25 @@ def test_everything(fake, capsys, tmp_path):
     assert {row["series"] for row in result["rows"]} == {"table", "sequence", "threads"}
 
 
+def test_the_page(fake, capsys):
+    pytest.importorskip("manyhead.report.page")
+    status, out, _ = command(capsys, "--quick", "--html", "a.html", "--preset", "table,heads")
+    assert status == 0 and "Wrote a.html." in out
+    page = Path("a.html").read_text(encoding="utf-8")
+    assert page.lower().startswith("<!doctype html") and "bert_base_b8" in page
+
+
 def test_heads(fake, capsys):
     status, out, _ = command(capsys, "--preset", "heads", "--quick")
     assert status == 0 and is_plain(out)
     assert re.search(r"^ +64 +(16 +)?[\d.]+ ms +1\.00x +20% ", out, re.M)
     assert "64 heads of 16 take 1.00 times as long as 1 of 1024" in " ".join(out.split())
+
+
+def test_one_problem_in_many_ways_is_one_table(fake, capsys):
+    _, out, _ = command(capsys, "--shape", SHAPES[0], "--dtype", "all", "--threads", "1")
+    assert re.search(rf"^{SHAPES[0]}\ndtype +isa +threads +time", out, re.M)
+    assert re.search(r"^bf16 +\w+ +1 +[\d.]+ us ", out, re.M)
 
 
 def test_list_runs_nothing(fake, capsys):

@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -95,6 +94,13 @@ def _table(console: Console, columns: Sequence[Column], rows: Sequence[Row]) -> 
 # --- a profile --------------------------------------------------------------------------------------------------------
 
 TIME = Column("time", lambda row: units.duration(row["seconds"]["best"]), style="bold")
+NAME = [Column("name", lambda row: row["name"], left=True), TIME]
+WAY = [
+    Column("dtype", lambda row: row["dtype"], left=True),
+    Column("isa", lambda row: row["isa"], left=True),
+    Column("threads", lambda row: str(row["threads"])),
+    TIME,
+]
 FIGURES = [
     Column("p90", lambda row: f"+{row['seconds']['p90'] / row['seconds']['best'] - 1:.0%}", 3),
     Column("GFLOP/s", lambda row: giga(row["flops_rate"]), 1),
@@ -123,16 +129,29 @@ def way(row: Row) -> str:
 def show_profile(console: Console, document: dict[str, Any]) -> None:
     show_machine(console, document["machine"])
     show_limits(console, document["limits"])
-    for _, rows in groupby(document["rows"], _family):
-        show_series(console, list(rows))
+    for series, rows in _grouped(document["rows"], lambda row: row["series"]).items():
+        if series == "threads":
+            for table in _grouped(rows, lambda row: (row["name"], row["dtype"], row["isa"])).values():
+                show_threads(console, table)
+            continue
+        ways, names = _grouped(rows, way), _grouped(rows, lambda row: row["name"])
+        if series == "heads":
+            for title, table in ways.items():
+                show_heads(console, f"{TITLES[series]}: {title}", table)
+        elif series == "table" and len(ways) > len(names):  # few problems in many ways
+            for title, table in names.items():
+                print_table(console, title, WAY + FIGURES + DETAILS, table)
+        else:
+            for title, table in ways.items():
+                print_table(console, f"{TITLES.get(series, series)}: {title}", NAME + FIGURES + DETAILS, table)
     show_notes(console, document)
 
 
-def _family(row: Row) -> tuple[str, ...]:
-    """Rows with the same are in one table."""
-    if row["series"] == "threads":
-        return row["series"], row["name"], row["dtype"], row["isa"]
-    return row["series"], way(row)
+def _grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
+    groups: dict[Any, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
 
 
 def show_machine(console: Console, machine: dict[str, Any]) -> None:
@@ -169,33 +188,33 @@ def show_limits(console: Console, limits: dict[str, Any]) -> None:
     print_table(console, "What this machine can do", columns, [{"name": name} | rate for name, rate in rates.items()])
 
 
-def show_series(console: Console, rows: list[Row]) -> None:
-    first, series = rows[0], rows[0]["series"]
-    title = f"{TITLES.get(series, series)}: {way(first)}"
-    if series == "threads":
-        title = f"{TITLES[series]}: {first['dtype']} on {first['isa']}, {first['what']}"
-        one = first["seconds"]["best"] * first["threads"]
-        columns = [
-            Column("threads", lambda row: str(row["threads"])),
-            TIME,
-            Column("speed-up", lambda row: f"{one / row['seconds']['best']:.2f}"),
-            Column("of ideal", lambda row: f"{one / row['seconds']['best'] / row['threads']:.0%}", 2),
-        ]
-    elif series == "heads":
-        longest = max(row["seconds"]["best"] for row in rows) or 1.0
-        columns = [
-            Column("heads", lambda row: str(row["x"])),
-            Column("of size", lambda row: _word(row, "d"), 1),
-            TIME,
-            Column(f"vs {first['x']}", lambda row: f"{row['seconds']['best'] / first['seconds']['best']:.2f}x"),
-            Column("softmax", lambda row: f"{work(row).get('softmax', 0):.0%}" if work(row) else units.ABSENT),
-            Column("", lambda row: "#" * round(BAR * row["seconds"]["best"] / longest), left=True),
-        ]
-    else:
-        columns = [Column("name", lambda row: row["name"], left=True), TIME]
-    print_table(console, title, columns + FIGURES + DETAILS, rows)
-    if series == "heads" and len(rows) > 1:
-        console.print(heads_verdict(rows), soft_wrap=False)
+def show_threads(console: Console, rows: list[Row]) -> None:
+    first = rows[0]
+    one = first["seconds"]["best"] * first["threads"]
+    columns = [
+        Column("threads", lambda row: str(row["threads"])),
+        TIME,
+        Column("speed-up", lambda row: f"{one / row['seconds']['best']:.2f}"),
+        Column("of ideal", lambda row: f"{one / row['seconds']['best'] / row['threads']:.0%}", 2),
+    ]
+    title = f"{TITLES['threads']}: {first['dtype']} on {first['isa']}, {first['what']}"
+    print_table(console, title, columns + FIGURES, rows)
+
+
+def show_heads(console: Console, title: str, rows: list[Row]) -> None:
+    first = rows[0]
+    longest = max(row["seconds"]["best"] for row in rows)
+    columns = [
+        Column("heads", lambda row: str(row["x"])),
+        Column("of size", lambda row: _word(row, "d"), 1),
+        TIME,
+        Column(f"vs {first['x']}", lambda row: f"{row['seconds']['best'] / first['seconds']['best']:.2f}x"),
+        Column("softmax", lambda row: f"{work(row).get('softmax', 0):.0%}" if work(row) else units.ABSENT),
+        Column("", lambda row: "#" * round(BAR * row["seconds"]["best"] / longest), left=True),
+    ]
+    print_table(console, title, columns + FIGURES, rows)
+    if len(rows) > 1:
+        console.print(heads_verdict(rows))
 
 
 def _word(row: Row, letter: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,10 +32,11 @@ class Effort:
     least: int  # runs of a row in a pass
     longest: float  # seconds a run may take; rows that are expected to take longer are left out
     limit_seconds: float  # for each limit
+    total: float = math.inf  # seconds after which rows get no further pass, and no first one
 
 
 FULL = Effort(seconds=0.6, passes=3, least=2, longest=60.0, limit_seconds=0.06)
-QUICK = Effort(seconds=0.3, passes=2, least=1, longest=0.5, limit_seconds=0.02)
+QUICK = Effort(seconds=0.3, passes=2, least=1, longest=0.5, limit_seconds=0.02, total=22.0)
 QUICK_TOTAL = 10.0  # seconds for all rows of a quick run, without what it takes to fill their tensors
 
 
@@ -127,12 +130,16 @@ class Sweep:
 
     def run(self, watch: Watch) -> None:
         passes = self.effort.passes
+        end = time.monotonic() + self.effort.total
         for group in self._groups():
             for turn in range(passes):
                 for measured in group:
-                    if not measured.why_not:
+                    in_time = time.monotonic() <= end
+                    if in_time and not measured.why_not:
                         watch.now(str(measured.row))
                         self._measure(measured, turn)
+                    elif not measured.samples:
+                        measured.why_not = measured.why_not or "there was no time left"
                     watch.done(self.expected(measured.row) / passes)
             for measured in group:
                 measured.workload = None
