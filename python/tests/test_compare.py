@@ -52,6 +52,13 @@ def test_differences_that_count(slower, expected):
     assert result["rows"][0]["ratios"][1] == pytest.approx(1 / slower, rel=0.02)
 
 
+def test_differences_within_the_noise_do_not_count():
+    slow = make(1.1, seed=1)
+    slow["limits"]["noise"] = 0.2
+    assert not any(row["significant"][1] for row in compare(make(), slow)["rows"])
+    assert not any(row["significant"][1] for row in compare(slow, make())["rows"])
+
+
 def test_three_runs_each_prove_nothing():
     one, other = make(), make(2.0)
     for row in one["rows"] + other["rows"]:
@@ -190,9 +197,13 @@ def test_exit_status_for_ci(files, capsys, arguments, status, said):
     assert said in err and bool(said) == bool(err)
 
 
-def test_an_interrupted_profile_is_marked(files, capsys):
+def test_profiles_to_be_wary_of_are_marked(files, capsys):
     document.save(make() | {"complete": False}, files / "part.json")
-    _, out, _ = command(capsys, "old.json", "part.json")
+    noisy = make()
+    noisy["limits"]["noise"] = 0.5
+    document.save(noisy, files / "noisy.json")
+    _, out, _ = command(capsys, "old.json", "part.json", "noisy.json")
+    assert "not steady during C (50%)" in out
     assert re.search("^B  part: .*interrupted$", out, re.M)
     assert "interrupted" not in out.splitlines()[0]
 

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 CHANCE = 0.01  # of a difference this clear where there is none: below it, a row counts as different
-LEAST = 0.02  # differences below this are never significant: two runs on one machine differ as much
+LEAST = 0.02  # differences below this, or below the noise of a run, are never significant: samples of one run know
+# nothing of how the machine is in another
 Document = dict[str, Any]
 Row = dict[str, Any]
 
@@ -18,7 +19,8 @@ Row = dict[str, Any]
 def compare(documents: Sequence[tuple[str, Document]]) -> dict[str, Any]:
     """The comparison of labelled documents with the first one. A ratio is time of the first / time of this one."""
     joined = _join([document for _, document in documents])
-    rows = [_compare_row(rows) for rows in joined]
+    noise = [noise_of(document) for _, document in documents]
+    rows = [_compare_row(rows, noise) for rows in joined]
     means: list[float | None] = []
     for i in range(len(documents)):
         ratios = [row["ratios"][i] for row in rows if row["ratios"][i] is not None]
@@ -28,6 +30,10 @@ def compare(documents: Sequence[tuple[str, Document]]) -> dict[str, Any]:
         "rows": rows,
         "geomean": means,
     }
+
+
+def noise_of(document: Document) -> float:
+    return document["limits"].get("noise") or 0.0
 
 
 def labels(paths: Sequence[str]) -> list[str]:
@@ -104,7 +110,7 @@ def _join(documents: Sequence[Document]) -> list[list[Row | None]]:
     return joined
 
 
-def _compare_row(rows: list[Row | None]) -> Row:
+def _compare_row(rows: list[Row | None], noise: Sequence[float]) -> Row:
     present = [row for row in rows if row]
     first = rows[0]
     isas, threads = {row["isa"] for row in present}, {row["threads"] for row in present}
@@ -116,12 +122,15 @@ def _compare_row(rows: list[Row | None]) -> Row:
         "threads": present[0]["threads"] if len(threads) == 1 else "all",
         "seconds": [row and row["seconds"]["best"] for row in rows],
         "ratios": [first["seconds"]["best"] / row["seconds"]["best"] if first and row else None for row in rows],
-        "significant": [_significant(first, row) if first and row else None for row in rows],
+        "significant": [
+            _significant(first, row, max(LEAST, noise[0], noise[i])) if first and row else None
+            for i, row in enumerate(rows)
+        ],
     }
 
 
-def _significant(first: Row, row: Row) -> bool:
+def _significant(first: Row, row: Row, least: float) -> bool:
     a, b = first["seconds"], row["seconds"]
     best, middle = (math.log(a[key] / b[key]) for key in ("best", "median"))
-    clear = best * middle > 0 and abs(best) > math.log1p(LEAST)  # what is typical changed the same way
+    clear = best * middle > 0 and abs(best) > math.log1p(least)  # what is typical changed the same way
     return clear and differ(a["samples"], b["samples"]) < CHANCE

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..report import units
 from .cases import Row as PlannedRow
-from .compare import describe
+from .compare import describe, noise_of
 from .sweep import Watch
 
 if TYPE_CHECKING:
@@ -312,10 +312,13 @@ def show_plan(console: Console, rows: Sequence[PlannedRow], seconds: Sequence[fl
 def show_comparison(console: Console, comparison: dict[str, Any]) -> None:
     documents, rows = comparison["documents"], comparison["rows"]
     letters = _letters(len(documents))
+    noisy: list[str] = []
     for letter, entry in zip(letters, documents, strict=True):
         document = entry["document"]
         machine = document["machine"]
         unfinished = "" if document["complete"] else ", interrupted"
+        if noise_of(document) > NOISY:
+            noisy.append(f"{letter} ({noise_of(document):.0%})")
         console.print(
             f"{letter}  {entry['label']}: {machine.get('cpu', 'an unknown CPU')}, manyhead {document['manyhead']}, "
             f"{units.date(document['created'])}{unfinished}"
@@ -327,11 +330,13 @@ def show_comparison(console: Console, comparison: dict[str, Any]) -> None:
         texts = [f"{letter} {mean:.3f}" for letter, mean in means if mean is not None]
         console.print(f"\nGeometric mean: {', '.join(texts) or units.ABSENT}.")
         console.print(
-            "Above 1 is faster than A. * is significant: by more than 2 %, in the fastest and the median run, and "
-            "unlikely (p < 0.01) by chance."
+            "Above 1 is faster than A. * is significant: by more than 2 % and than the noise of either file, in the "
+            "fastest and the median run, and unlikely (p < 0.01) by chance."
         )
     else:
         console.print("\nNo row is in more than one of them: they measured different problems.")
+    if noisy:
+        console.print(f"Warning: the machine was not steady during {', '.join(noisy)}: measure again.", style="yellow")
     for i, letter in enumerate(letters):
         only = [row for row in rows if row["seconds"][i] is not None and row not in shared]
         if only:
