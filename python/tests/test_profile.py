@@ -299,7 +299,7 @@ def test_rows_that_would_take_too_long_are_left_out():
     effort = sweep.Effort(seconds=0.01, passes=1, least=1, longest=0.5, limit_seconds=0.001)
     result = profile(FakeMeasure(), make_rows(FakeMeasure(), ["b1 h64 q4096 kv4096 d128"]), effort)
     assert result["rows"] == [] and result["complete"]
-    assert result["skipped"][0]["why"] == "one run takes more than 0.5 s"
+    assert result["skipped"][0]["why"] == "one run is expected to take more than 0.5 s"
 
 
 def test_a_run_ends_in_time(monkeypatch):
@@ -328,6 +328,18 @@ def test_an_interrupt_keeps_what_is_done():
     assert [row["name"] for row in result["rows"]] == SHAPES[:2]
     result = profile(FakeMeasure(interrupt=1))
     assert result["rows"] == [] and result["complete"] is False
+
+
+def test_an_interrupt_before_the_first_row(monkeypatch):
+    tools = FakeMeasure()
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tools, "read_rate", interrupted)
+    result = profile(tools)
+    assert result["rows"] == [] and result["complete"] is False
+    assert result["limits"]["clock"]["first"] > 0
 
 
 def test_progress_ends_where_it_was_planned():
@@ -369,10 +381,20 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(document.tempfile, "NamedTemporaryFile", full)
+    monkeypatch.setattr(document.tempfile, "mkstemp", full)
     with pytest.raises(errors.UserError, match="cannot write .*a.json: No space left on device"):
         document.save({}, file)
     assert file.read_text() == "old"
+
+
+def test_files_in_folders_that_are_closed(tmp_path, monkeypatch):
+    def closed(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "a.json").write_text("old")
+    monkeypatch.setattr(document.tempfile, "mkstemp", closed)
+    document.save({"a": 1}, tmp_path / "a.json")
+    assert json.loads((tmp_path / "a.json").read_text()) == {"a": 1}
 
 
 @pytest.mark.parametrize(
@@ -384,6 +406,10 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
         ({"rows": None}, "is a damaged profile: its 'rows' is missing"),
         ({"rows": [{}]}, "is a damaged profile: row 0 has no series, name"),
         ({"machine": []}, "is a damaged profile: its 'machine' is missing"),
+        ({"limits": {"noise": "much"}}, "is a damaged profile: its noise is 'much'"),
+        ({"rows": [dict.fromkeys(document.ROW, 1)]}, "is a damaged profile: row 0 has no times"),
+        ({"rows": [dict.fromkeys(document.ROW, {"best": 1, "median": 1, "samples": ["x"]})]}, "row 0 has no times"),
+        ({"rows": [dict.fromkeys(document.ROW, {"best": 0, "median": 1, "samples": [1]})]}, "row 0 has no times"),
     ],
 )
 def test_files_that_are_no_profiles(tmp_path, change, said):
@@ -493,6 +519,7 @@ def test_an_unsteady_machine_is_told(fake, capsys, monkeypatch):
         (["--shape", "b1 h5/2 q3 kv4 d8"], "kv_heads is 2, must divide heads = 5\nf32 b1 h5/2 q3 kv4 d8"),
         (["--model", "none.json"], "cannot read none.json: No such file or directory"),
         (["--json", "no/such/folder/a.json"], "cannot write no/such/folder/a.json: No such file or directory"),
+        (["--json", "a", "--html", "./a"], "--json and --html are one file: a"),
         (["--html", "."], "cannot write .: Is a directory"),
     ],
 )
@@ -584,7 +611,7 @@ def read(descriptor: int) -> bytes:
 
 
 def test_interrupted(tmp_path):
-    shapes = [word for i in range(1, 50) for word in ("--shape", f"b1 h2 q32 kv{32 * i} d16")]
+    shapes = [word for i in range(1, 50) for word in ("--shape", f"b1 h8 q512 kv{512 + i} d64")]
     run = start(
         tmp_path,
         *["profile", *shapes, "--dtype", "f32", "--threads", "1", "--seconds", "3", "--json", "a.json"],

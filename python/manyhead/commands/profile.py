@@ -85,6 +85,8 @@ def run(options: argparse.Namespace) -> int:
             show.show_plan(console, rows, [planned.expected(row) for row in rows])
         return 0
     json, html = writable(options.json), writable(options.html)
+    if json and html and json.resolve() == html.resolve():
+        raise UserError(f"--json and --html are one file: {json}")
     if html:
         need("plotly", "the page of --html")
         need("jinja2", "the page of --html")

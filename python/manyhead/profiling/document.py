@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Mapping
@@ -48,17 +49,23 @@ def save(document: Mapping[str, Any], path: Path) -> None:
     """Writes all of it or, where that fails, leaves what was there."""
     text = json.dumps(document, indent=1) + "\n"
     try:
-        if path.exists() and not path.is_file():  # a pipe or a device: nothing to replace
-            path.write_text(text, encoding="utf-8")
-            return
         target = path.resolve()
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=target.parent, prefix=target.name, delete=False
-        ) as file:
-            file.write(text)
-        new = Path(file.name)
-        new.chmod(target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_umask())
-        new.replace(target)
+        if target.exists() and not target.is_file():  # a pipe or a device: there is nothing to replace
+            target.write_text(text, encoding="utf-8")
+            return
+        try:
+            descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=".")
+        except PermissionError:  # the folder is closed, the file in it may be open
+            target.write_text(text, encoding="utf-8")
+            return
+        new = Path(name)
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
+            new.chmod(target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_umask())
+            new.replace(target)
+        finally:
+            new.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
 
@@ -85,9 +92,23 @@ def load(path: str | Path) -> dict[str, Any]:
     for key, kind in SECTIONS.items():
         if not isinstance(document.get(key), kind):
             raise UserError(f"{path} is a damaged profile: its {key!r} is missing or not what it should be")
+    noise = document["limits"].get("noise")
+    if noise is not None and not _is_positive(noise, or_zero=True):
+        raise UserError(f"{path} is a damaged profile: its noise is {noise!r}")
     for i, row in enumerate(document["rows"]):
         missing = [key for key in ROW if not isinstance(row, dict) or key not in row]
-        times = row.get("seconds") if not missing else None
-        if not isinstance(times, dict) or not times.get("samples") or not times.get("best"):
+        if missing or not _has_times(row):
             raise UserError(f"{path} is a damaged profile: row {i} has no {', '.join(missing) or 'times'}")
     return document
+
+
+def _has_times(row: dict[str, Any]) -> bool:
+    times = row["seconds"]
+    samples = times.get("samples") if isinstance(times, dict) else None
+    if not isinstance(samples, list) or not samples:
+        return False
+    return all(_is_positive(value) for value in (times.get("best"), times.get("median"), *samples))
+
+
+def _is_positive(value: object, or_zero: bool = False) -> bool:
+    return isinstance(value, int | float) and (0 < value < math.inf or (or_zero and value == 0))

@@ -42,7 +42,6 @@ def profile(
             {1, most},
             watch.now,
         )
-        watch.plan(sum(sweep.expected(row) for row in rows))
         sweep.run(watch)
     except KeyboardInterrupt:
         complete = False

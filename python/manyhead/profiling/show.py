@@ -330,8 +330,8 @@ def show_comparison(console: Console, comparison: dict[str, Any]) -> None:
         texts = [f"{letter} {mean:.3f}" for letter, mean in means if mean is not None]
         console.print(f"\nGeometric mean: {', '.join(texts) or units.ABSENT}.")
         console.print(
-            "Above 1 is faster than A. * is significant: by more than 2 % and than the noise of either file, in the "
-            "fastest and the median run, and unlikely (p < 0.01) by chance."
+            "Above 1 is faster than A. * is significant: more than 2 %, more than the noise of either file, in the "
+            "fastest and in the median run, and unlikely (p < 0.01) by chance."
         )
     else:
         console.print("\nNo row is in more than one of them: they measured different problems.")

@@ -16,6 +16,7 @@ from .instruments import Instruments, Workload
 from .limits import Limits, Steadiness
 
 SAMPLES = 50  # of a row's times, kept for tests of significance
+MOST = 20_000  # runs of a row in a pass
 TOGETHER = 1 << 30  # bytes of tensors that are kept between the passes
 GUESS = 0.3  # of the limits: what is expected of a row that has not run yet
 FILL_RATE = 5e8  # bytes of tensors filled in a second, about
@@ -54,6 +55,7 @@ class Measured:
     """A row with what has been found out about it so far."""
 
     row: Row
+    expected: float = 0.0  # seconds that it takes, about
     why_not: str | None = None
     workload: Workload | None = None  # while its tensors are needed
     facts: dict[str, Any] = field(default_factory=dict)
@@ -131,6 +133,9 @@ class Sweep:
     def run(self, watch: Watch) -> None:
         passes = self.effort.passes
         end = time.monotonic() + self.effort.total
+        for measured in self.rows:
+            measured.expected = self.expected(measured.row)
+        watch.plan(sum(measured.expected for measured in self.rows))
         for group in self._groups():
             for turn in range(passes):
                 for measured in group:
@@ -140,7 +145,7 @@ class Sweep:
                         self._measure(measured, turn)
                     elif not measured.samples:
                         measured.why_not = measured.why_not or "there was no time left"
-                    watch.done(self.expected(measured.row) / passes)
+                    watch.done(measured.expected / passes)
             for measured in group:
                 measured.workload = None
 
@@ -164,7 +169,7 @@ class Sweep:
         if workload is None:
             return
         effort = self.effort
-        seconds = workload.measure(effort.seconds / effort.passes)
+        seconds = workload.measure(effort.seconds / effort.passes, MOST)
         while len(seconds) < effort.least:
             seconds = np.append(seconds, workload.measure(0.0))
         measured.samples.append(seconds)
@@ -199,7 +204,7 @@ class Sweep:
         if row.size > self.available // 2:
             return f"its tensors take {row.size / 2**30:.1f} GiB, more than half of the memory that is free"
         if self._once(row) > self.effort.longest:
-            return f"one run takes more than {self.effort.longest:g} s"
+            return f"one run is expected to take more than {self.effort.longest:g} s"
         return None
 
     def _once(self, row: Row) -> float:
