@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
     effort = _effort(options, len(rows))
     available = available_memory()
     if options.list:
-        limits = Limits(_measure, facts, available, 0.01)
+        limits = Limits(_measure, facts, available, 3)
         planned = sweep.Sweep(
             rows,
             _measure,

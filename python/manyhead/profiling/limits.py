@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import product
 from statistics import median
 from typing import Any, NamedTuple
@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from .instruments import Instruments
 
 LEAST_MEMORY = 256 << 20
-GLANCE = 2e-3  # seconds of a look at a limit beside a row
+EASY = 64 << 20  # bytes that are quickly filled, so that reading them can be looked at often
+LOOK = 2e-3  # seconds of a look at a limit
 OVERHEAD_SECONDS = 50e-6  # a call that takes less may be mostly the cost of a call ...
 OVERHEAD_SHARE = 0.2  # ... and is, where neither limit explains more of its time than this
 
@@ -48,12 +49,12 @@ def levels(machine: Mapping[str, Any], available: int) -> list[Level]:
 
 
 class Limits:
-    """Rates, each measured when it is first asked for, and again while a profile runs: the highest counts, because what
-    else runs on a machine can only lower them."""
+    """Rates, looked at for a moment again and again while a profile runs: the highest counts, because what else runs on
+    a machine can only lower them."""
 
-    def __init__(self, tools: Instruments, machine: Mapping[str, Any], available: int, seconds: float) -> None:
+    def __init__(self, tools: Instruments, machine: Mapping[str, Any], available: int, looks: int) -> None:
         self.tools = tools
-        self.seconds = seconds
+        self.looks = looks  # before a rate is known
         self.levels = levels(machine, available)
         self._arithmetic: dict[tuple[str, str, int], float] = {}
         self._read: dict[tuple[str, int], tuple[int, float]] = {}  # bytes read, rate
@@ -61,38 +62,44 @@ class Limits:
     def arithmetic(self, isa: str, dtype: str, threads: int) -> float:
         key = isa, dtype, threads
         if key not in self._arithmetic:
-            self._arithmetic[key] = self.tools.arithmetic_rate(isa, dtype, threads, self.seconds)
+            for _ in range(self.looks):
+                self._look_at_arithmetic(*key)
         return self._arithmetic[key]
 
     def read(self, level: Level, threads: int) -> float:
         key = level.name, threads
         if key not in self._read:
-            size = level.bytes(threads)
-            self._read[key] = size, self.tools.read_rate(size, threads, self.seconds)
+            for _ in range(self.looks if level.bytes(threads) <= EASY else 1):
+                self._look_at_reading(level, threads)
         return self._read[key][1]
 
-    def again(self, isa: str, dtype: str, threads: int, kept: int) -> None:
-        """Another look at the limits of a row, while the machine is as it is for that row."""
-        rate = self.tools.arithmetic_rate(isa, dtype, threads, GLANCE)
-        self._arithmetic[isa, dtype, threads] = max(rate, self.arithmetic(isa, dtype, threads))
+    def look(self, isa: str, dtype: str, threads: int, kept: int) -> None:
+        """At the limits of a row, while the machine is as it is for that row."""
+        self._look_at_arithmetic(isa, dtype, threads)
         level = self._level(kept, threads)
-        size = level.bytes(threads)
-        if size <= LEAST_MEMORY:  # more takes too long to fill
-            rate = self.tools.read_rate(size, threads, GLANCE)
-            self._read[level.name, threads] = size, max(rate, self.read(level, threads))
+        if level.bytes(threads) <= LEAST_MEMORY:
+            self._look_at_reading(level, threads)
 
-    def survey(
-        self, isas: Iterable[str], dtypes: Iterable[str], threads: Iterable[int], watch: Callable[[str], None]
-    ) -> None:
-        """Measures them all. `watch` is told before each."""
-        counts = sorted(set(threads))
-        for number in counts:
-            for level in self.levels:
-                watch(f"reading {level.name}")
-                self.read(level, number)
-        for isa, dtype, number in product(isas, dtypes, counts):
-            watch(f"arithmetic of {isa} in {dtype}")
-            self.arithmetic(isa, dtype, number)
+    def survey(self, isas: Iterable[str], dtypes: Iterable[str], threads: Iterable[int]) -> None:
+        """Looks at all of them, in turn."""
+        units = list(product(isas, dtypes, sorted(set(threads))))
+        memory = list(product(self.levels, sorted(set(threads))))
+        for turn in range(self.looks):
+            for level, number in memory:
+                if turn == 0 or level.bytes(number) <= EASY:
+                    self._look_at_reading(level, number)
+            for unit in units:
+                self._look_at_arithmetic(*unit)
+
+    def _look_at_arithmetic(self, isa: str, dtype: str, threads: int) -> None:
+        key = isa, dtype, threads
+        rate = self.tools.arithmetic_rate(isa, dtype, threads, LOOK)
+        self._arithmetic[key] = max(rate, self._arithmetic.get(key, 0.0))
+
+    def _look_at_reading(self, level: Level, threads: int) -> None:
+        size, key = level.bytes(threads), (level.name, threads)
+        rate = self.tools.read_rate(size, threads, LOOK)
+        self._read[key] = size, max(rate, self._read.get(key, (0, 0.0))[1])
 
     def of(
         self, flops: float, moved: float, kept: int, isa: str, dtype: str, threads: int, best: float

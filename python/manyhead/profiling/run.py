@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from . import document
-from .cases import Row
+from .cases import ITEM_SIZE, Row
 from .instruments import Instruments
 from .limits import Limits, Steadiness
 from .sweep import Effort, Sweep, Watch
@@ -31,16 +31,16 @@ def profile(
     begin = time.monotonic()
     most = max(row.threads for row in rows)
     steadiness = Steadiness(tools, machine["isa"], most)
-    limits = Limits(tools, machine, available, effort.limit_seconds)
+    limits = Limits(tools, machine, available, effort.looks)
     sweep = Sweep(rows, tools, limits, steadiness, effort, available=available, phases=phases)
     steadiness.look()
     complete = True
     try:
+        watch.now("what the machine can do")
         limits.survey(
-            dict.fromkeys(row.isa for row in rows),
-            dict.fromkeys(row.dtype for row in rows),
+            [name for name, runs in machine["isas"].items() if runs],
+            ITEM_SIZE,
             {1, most},
-            watch.now,
         )
         sweep.run(watch)
     except KeyboardInterrupt:

@@ -169,23 +169,36 @@ def show_machine(console: Console, machine: dict[str, Any]) -> None:
 
 
 def show_limits(console: Console, limits: dict[str, Any]) -> None:
-    rates: dict[str, dict[str, float]] = {}
-    for entry in limits["arithmetic"]:
-        rates.setdefault(f"{entry['dtype']} on {entry['isa']}, GFLOP/s", {})[str(entry["threads"])] = entry["rate"]
-    for entry in limits["read"]:
-        rates.setdefault(f"read {entry['level']}, GB/s", {})[str(entry["threads"])] = entry["rate"]
-    counts = sorted({int(number) for rate in rates.values() for number in rate})
-    if not counts:
-        return
+    kinds = list(dict.fromkeys(entry["dtype"] for entry in limits["arithmetic"]))
+    counts = sorted({entry["threads"] for entry in limits["read"]})
+    outer = {counts[0], counts[-1]} if counts else set()
+    columns = [
+        Column("isa", lambda row: row["isa"], left=True),
+        Column("threads", lambda row: str(row["threads"])),
+        *(_rate_column(kind, kind) for kind in kinds),
+    ]
+    rates = _grouped(limits["arithmetic"], lambda entry: (entry["isa"], entry["threads"]))
+    rows = [
+        {"isa": isa, "threads": number} | {entry["dtype"]: entry["rate"] for entry in entries}
+        for (isa, number), entries in rates.items()
+        if number in outer
+    ]
+    if rows:
+        print_table(console, "What this machine can do: multiply-adds, GFLOP/s", columns, rows)
+    columns = [Column("where", lambda row: row["level"], left=True), Column("bytes", lambda row: row["size"])]
+    columns += [_rate_column(str(n), units.plural(n, "thread"), 0 if n in outer else i) for i, n in enumerate(counts)]
+    levels = _grouped(limits["read"], lambda entry: entry["level"])
+    rows = [
+        {"level": level, "size": units.size(entries[0]["bytes"])}
+        | {str(entry["threads"]): entry["rate"] for entry in entries}
+        for level, entries in levels.items()
+    ]
+    if rows:
+        print_table(console, "What this machine can do: reading, GB/s", columns, rows)
 
-    def column(number: int, rank: int) -> Column:
-        key = str(number)
-        title = units.plural(number, "thread")
-        return Column(title, lambda row: giga(row[key]) if key in row else units.ABSENT, rank)
 
-    columns = [Column("limit", lambda row: row["name"], left=True)]
-    columns += [column(number, 0 if number in (counts[0], counts[-1]) else i) for i, number in enumerate(counts)]
-    print_table(console, "What this machine can do", columns, [{"name": name} | rate for name, rate in rates.items()])
+def _rate_column(key: str, title: str, rank: int = 0) -> Column:
+    return Column(title, lambda row: giga(row[key]) if key in row else units.ABSENT, rank)
 
 
 def show_threads(console: Console, rows: list[Row]) -> None:

@@ -32,12 +32,12 @@ class Effort:
     passes: int
     least: int  # runs of a row in a pass
     longest: float  # seconds a run may take; rows that are expected to take longer are left out
-    limit_seconds: float  # for each limit
+    looks: int  # at each limit, before the rows
     total: float = math.inf  # seconds after which rows get no further pass, and no first one
 
 
-FULL = Effort(seconds=0.6, passes=3, least=2, longest=60.0, limit_seconds=0.06)
-QUICK = Effort(seconds=0.3, passes=2, least=1, longest=0.5, limit_seconds=0.02, total=22.0)
+FULL = Effort(seconds=0.6, passes=3, least=2, longest=60.0, looks=20)
+QUICK = Effort(seconds=0.3, passes=2, least=1, longest=0.5, looks=8, total=20.0)
 QUICK_TOTAL = 10.0  # seconds for all rows of a quick run, without what it takes to fill their tensors
 
 
@@ -174,7 +174,7 @@ class Sweep:
             seconds = np.append(seconds, workload.measure(0.0))
         measured.samples.append(seconds)
         row = measured.row
-        self.limits.again(row.isa, row.dtype, row.threads, measured.facts["kept"])
+        self.limits.look(row.isa, row.dtype, row.threads, measured.facts["kept"])
         self.steadiness.look()
         if self.phases and turn == effort.passes - 1:
             measured.phases = workload.phases()
