@@ -6,7 +6,10 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
+import manyhead
 import numpy as np
+from manyhead.profiling import cases, sweep
+from manyhead.profiling import run as running
 
 ITEM_SIZE = {"f32": 4, "f64": 8, "bf16": 2, "f16": 2}
 ARITHMETIC, READ, CALL, CLOCK = 1e11, 1e10, 1e-6, 3e9  # FLOP/s and bytes/s of a thread, seconds, Hz
@@ -114,3 +117,35 @@ class FakeWorkload:
             "counters": None,
             "counters_note": "",
         }
+
+
+# --- profiles made with it --------------------------------------------------------------------------------------------
+
+MACHINE = {
+    "version": manyhead.__version__,
+    "cpu": "A CPU",
+    "isa": "avx2",
+    "isas": {"avx2": True, "sse2": True},
+    "threads": 4,
+    "cpus": 4,
+    "l1_bytes": 32 << 10,
+    "l2_bytes": 1 << 20,
+    "l3_bytes": 32 << 20,
+}
+EFFORT = sweep.Effort(seconds=0.01, passes=3, least=2, longest=10.0, looks=1)
+SHAPES = ["b1 h2 q32 kv32 d16", "b1 h2 q1 kv64 d16", "b1 h2 q64 kv64 d16 causal"]
+
+
+def make_rows(tools, shapes=SHAPES, dtypes=("f32",), isas=("avx2",), threads=(1,)):
+    return cases.make_rows(cases.shape_cases(shapes), dtypes, isas, threads, tools)
+
+
+def profile(tools, rows=None, effort=EFFORT, available=1 << 30, **options):
+    defaults = {"machine": MACHINE, "phases": True, "arguments": [], "watch": sweep.Watch()}
+    return running.profile(rows or make_rows(tools), effort, tools=tools, available=available, **defaults | options)
+
+
+def is_plain(text: str, width: int = 80) -> bool:
+    """Whether it is what a pipe should get."""
+    lines = text.splitlines()
+    return text.isascii() and "\x1b" not in text and all(len(line) <= width and line == line.rstrip() for line in lines)

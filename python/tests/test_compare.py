@@ -9,11 +9,10 @@ import re
 
 import numpy as np
 import pytest
-from fake_measure import FakeMeasure
+from fake_measure import SHAPES, FakeMeasure, is_plain, make_rows, profile
 from manyhead.commands import main
 from manyhead.profiling import compare as comparing
 from manyhead.profiling import document
-from test_profile import SHAPES, is_plain, make_rows, profile
 
 pytest.importorskip("rich")
 

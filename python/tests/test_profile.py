@@ -15,37 +15,12 @@ from pathlib import Path
 
 import manyhead
 import pytest
-from fake_measure import ARITHMETIC, READ, FakeMeasure
+from fake_measure import ARITHMETIC, EFFORT, MACHINE, READ, SHAPES, FakeMeasure, is_plain, make_rows, profile
 from manyhead.commands import errors, main
 from manyhead.profiling import cases, document, limits, sweep
-from manyhead.profiling import run as running
 from manyhead.profiling.model import model_cases
 
 pytest.importorskip("rich")
-
-MACHINE = {
-    "version": manyhead.__version__,
-    "cpu": "A CPU",
-    "isa": "avx2",
-    "isas": {"avx2": True, "sse2": True},
-    "threads": 4,
-    "cpus": 4,
-    "l1_bytes": 32 << 10,
-    "l2_bytes": 1 << 20,
-    "l3_bytes": 32 << 20,
-}
-EFFORT = sweep.Effort(seconds=0.01, passes=3, least=2, longest=10.0, looks=1)
-SHAPES = ["b1 h2 q32 kv32 d16", "b1 h2 q1 kv64 d16", "b1 h2 q64 kv64 d16 causal"]
-
-
-def make_rows(tools, shapes=SHAPES, dtypes=("f32",), isas=("avx2",), threads=(1,)):
-    return cases.make_rows(cases.shape_cases(shapes), dtypes, isas, threads, tools)
-
-
-def profile(tools, rows=None, effort=EFFORT, available=1 << 30, **options):
-    defaults = {"machine": MACHINE, "phases": True, "arguments": [], "watch": sweep.Watch()}
-    return running.profile(rows or make_rows(tools), effort, tools=tools, available=available, **defaults | options)
-
 
 # --- what is measured -------------------------------------------------------------------------------------------------
 
@@ -445,11 +420,6 @@ def command(capsys, *arguments):
     status = main(["profile", *arguments])
     printed = capsys.readouterr()
     return status, printed.out, printed.err
-
-
-def is_plain(text: str, width: int = 80) -> bool:
-    lines = text.splitlines()
-    return text.isascii() and "\x1b" not in text and all(len(line) <= width and line == line.rstrip() for line in lines)
 
 
 def test_everything(fake, capsys, tmp_path):

@@ -138,9 +138,10 @@ def _shape(config: Config) -> str:
     heads = _number(config, HEADS)
     if heads is None:
         raise _Unusable(f"it has no {' or '.join(HEADS)}")
-    if config.get("qk_nope_head_dim"):  # DeepSeek: keys have a part that is turned by their place
-        turned = int(config.get("qk_rope_head_dim") or 0)
-        return _line(heads, heads, config["qk_nope_head_dim"] + turned, _number(config, ("v_head_dim",)))
+    plain = _number(config, ("qk_nope_head_dim",))
+    if plain:  # DeepSeek: keys have a part that is turned by their place
+        turned = _number(config, ("qk_rope_head_dim",)) or 0
+        return _line(heads, heads, plain + turned, _number(config, ("v_head_dim",)))
     kv_heads = _number(config, KV_HEADS) or heads
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
         kv_heads = 1
@@ -185,7 +186,7 @@ def _is_causal(config: Config) -> bool:
     kind = config.get("model_type")
     if config.get("is_decoder"):
         return True
-    masked = any("MaskedLM" in str(name) for name in config.get("architectures") or [])
+    masked = "MaskedLM" in str(config.get("architectures"))
     return not (masked or kind in ENCODERS.split())
 
 
