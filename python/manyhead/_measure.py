@@ -45,6 +45,13 @@ def parse_problem(line: str) -> _abi.Problem:
     return problem
 
 
+def check_problem(problem: _abi.Problem) -> None:
+    """Raises ValueError, with the reason, where no plan can be made of the problem. Needs no tensors."""
+    plan = c_void_p()
+    check(lib.mh_plan_create(byref(problem), byref(plan)))
+    lib.mh_plan_destroy(plan)
+
+
 def dtype_name(dtype: int) -> str:
     return lib.mh_dtype_name(dtype).decode()
 

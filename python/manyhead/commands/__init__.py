@@ -15,7 +15,7 @@ from importlib import import_module
 from .._library import Error
 from .errors import UserError
 
-COMMANDS = ("heads", "info")
+COMMANDS = ("profile", "compare", "heads", "info")
 DEFAULT = "info"  # without a command
 
 OK, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
@@ -37,6 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
         arguments.insert(0, DEFAULT)
     options = make_parser().parse_args(arguments)
+    options.arguments = arguments[1:]  # as they were given, for records of a run
     try:
         return options.run(options)
     except UserError as error:

@@ -1,0 +1,151 @@
+"""manyhead._measure without the measuring: a machine that does what it is told, in no time."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import manyhead
+import numpy as np
+from manyhead.profiling import cases, sweep
+from manyhead.profiling import run as running
+
+ITEM_SIZE = {"f32": 4, "f64": 8, "bf16": 2, "f16": 2}
+ARITHMETIC, READ, CALL, CLOCK = 1e11, 1e10, 1e-6, 3e9  # FLOP/s and bytes/s of a thread, seconds, Hz
+
+
+class FakeProblemError(ValueError):
+    """Like ProblemLineError."""
+
+    def __init__(self, line: str, column: int) -> None:
+        super().__init__(f"{line[column:].split()[0]!r} is not a word of a problem line")
+        self.line, self.column = line, column
+
+    def pointed(self) -> str:
+        return f"{self.line}\n{' ' * self.column}^"
+
+
+class FakeMeasure:
+    """What the modules of manyhead.profiling take for manyhead._measure.
+
+    `slower` multiplies the times, `interrupt` is the number of the call of `measure` in which Ctrl-C comes, `failing` a
+    word: no plan can be made of lines that hold it."""
+
+    def __init__(self, *, slower: float = 1.0, interrupt: int = 0, failing: str = "", seed: int = 0) -> None:
+        self.slower = slower
+        self.interrupt = interrupt
+        self.failing = failing
+        self.random = np.random.default_rng(seed)
+        self.order: list[str] = []  # the lines that were measured
+
+    def parse_problem(self, line: str) -> Any:
+        sizes = {"b": 1, "h": 0, "q": 0, "kv": 0, "d": 0, "v": 0}
+        kv_heads, causal, inputs = 0, False, 0
+        for match in re.finditer(r"\S+", line):
+            word = match[0]
+            if size := re.fullmatch(r"(b|h|q|kv|d|v)(\d+)(?:/(\d+))?", word):
+                sizes[size[1]] = int(size[2])
+                kv_heads = int(size[3] or kv_heads)
+            elif word == "causal":
+                causal = True
+            elif word == "mask":
+                inputs = 1
+            elif word not in ITEM_SIZE and not word.startswith("align="):
+                raise FakeProblemError(line, match.start())
+        return SimpleNamespace(
+            batch=sizes["b"],
+            heads=sizes["h"],
+            kv_heads=kv_heads or sizes["h"],
+            q_len=sizes["q"],
+            kv_len=sizes["kv"],
+            head_dim=sizes["d"],
+            v_dim=sizes["v"] or sizes["d"],
+            causal=causal,
+            inputs=inputs,
+            outputs=0,
+        )
+
+    def check_problem(self, problem: Any) -> None:
+        if problem.heads % problem.kv_heads:
+            raise ValueError(f"kv_heads is {problem.kv_heads}, must divide heads = {problem.heads}")
+
+    def Workload(self, line: str, *, isa: str | None = None, threads: int = 0, seed: int = 0) -> FakeWorkload:
+        if self.failing and self.failing in line.split():
+            raise ValueError("there is no kernel for this")
+        return FakeWorkload(self, line, isa or "avx2", threads)
+
+    def arithmetic_rate(self, isa: str, dtype: str, threads: int, seconds: float) -> float:
+        return ARITHMETIC * threads
+
+    def read_rate(self, size: int, threads: int, seconds: float) -> float:
+        return READ * threads
+
+    def clock_rate(self, seconds: float) -> float:
+        return CLOCK
+
+
+class FakeWorkload:
+    def __init__(self, machine: FakeMeasure, line: str, isa: str, threads: int) -> None:
+        self.machine, self.line, self.isa, self.threads = machine, line, isa, threads
+        self.dtype, self.route, self.plan = line.split()[0], "tile", {}
+        p = machine.parse_problem(line)
+        q_rows, kv_rows = p.batch * p.heads * p.q_len, p.batch * p.kv_heads * p.kv_len
+        self.flops = 2.0 * (p.head_dim + p.v_dim) * q_rows * (p.kv_len + 1 if p.causal else 2 * p.kv_len) / 2
+        item = ITEM_SIZE[self.dtype]
+        self.bytes = float((q_rows + kv_rows) * (p.head_dim + p.v_dim) * item)
+        self.arrays = {name: np.broadcast_to(np.uint8(0), (kv_rows * p.head_dim * item,)) for name in ("k", "v")}
+        self.seconds = (max(self.flops / ARITHMETIC, self.bytes / READ) / threads * 2 + CALL) * machine.slower
+
+    def run(self) -> None:
+        pass
+
+    def measure(self, seconds: float, most: int = 1000) -> np.ndarray:
+        self.machine.order.append(self.line)
+        if len(self.machine.order) == self.machine.interrupt:
+            raise KeyboardInterrupt
+        runs = min(max(int(seconds / self.seconds), 1), 40)
+        return self.seconds * (1 + 0.02 * self.machine.random.random(runs))
+
+    def phases(self) -> dict[str, Any]:
+        parts = {"scores": 0.4, "softmax": 0.2, "values": 0.4, "idle": 0.1}
+        spent = {name: share * self.seconds * self.threads for name, share in parts.items()}
+        return {
+            "seconds": self.seconds,
+            "threads": self.threads,
+            "phases": spent,
+            "counters": None,
+            "counters_note": "",
+        }
+
+
+# --- profiles made with it --------------------------------------------------------------------------------------------
+
+MACHINE = {
+    "version": manyhead.__version__,
+    "cpu": "A CPU",
+    "isa": "avx2",
+    "isas": {"avx2": True, "sse2": True},
+    "threads": 4,
+    "cpus": 4,
+    "l1_bytes": 32 << 10,
+    "l2_bytes": 1 << 20,
+    "l3_bytes": 32 << 20,
+}
+EFFORT = sweep.Effort(seconds=0.01, passes=3, least=2, longest=10.0, looks=1)
+SHAPES = ["b1 h2 q32 kv32 d16", "b1 h2 q1 kv64 d16", "b1 h2 q64 kv64 d16 causal"]
+
+
+def make_rows(tools, shapes=SHAPES, dtypes=("f32",), isas=("avx2",), threads=(1,)):
+    return cases.make_rows(cases.shape_cases(shapes), dtypes, isas, threads, tools)
+
+
+def profile(tools, rows=None, effort=EFFORT, available=1 << 30, **options):
+    defaults = {"machine": MACHINE, "phases": True, "arguments": [], "watch": sweep.Watch()}
+    return running.profile(rows or make_rows(tools), effort, tools=tools, available=available, **defaults | options)
+
+
+def is_plain(text: str, width: int = 80) -> bool:
+    """Whether it is what a pipe should get."""
+    lines = text.splitlines()
+    return text.isascii() and "\x1b" not in text and all(len(line) <= width and line == line.rstrip() for line in lines)
