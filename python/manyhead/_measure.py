@@ -17,7 +17,8 @@ from . import _abi
 from ._library import check, lib, text_of
 from ._profile import profile
 from ._runtime import isa as current_isa
-from ._runtime import set_isa
+from ._runtime import set_isa, set_threads
+from ._runtime import threads as default_threads
 
 _RANDOM = 1 << 20  # random numbers are drawn once for so many elements and then repeated
 
@@ -63,45 +64,58 @@ def _dtype_code(dtype: str) -> int:
     raise ValueError(f"dtype is {dtype!r}, must be one of: {', '.join(map(dtype_name, range(lib.mh_dtype_count())))}")
 
 
-class Workload:
-    """A problem made real: a plan, and arrays of random normal numbers for it.
+class Planned:
+    """A problem and what the library plans for it. Nothing runs, and no tensor is made.
 
     Args:
         line: the problem; `ProblemLineError` where it is none, ValueError where it makes no sense.
         isa: the instruction set of the plan, None = the current one. manyhead.Error where the CPU lacks it.
         threads: most threads of a run, 0 = the default.
-        seed: of the random numbers.
     """
 
-    def __init__(self, line: str, *, isa: str | None = None, threads: int = 0, seed: int = 0) -> None:
+    def __init__(self, line: str, *, isa: str | None = None, threads: int = 0) -> None:
         if threads < 0:
             raise ValueError(f"threads is {threads}, must be at least 0")
-        self._problem = parse_problem(line)
+        self.problem: _abi.Problem = parse_problem(line)
         self._plan = c_void_p()
         before = current_isa() if isa is not None else None
+        most = default_threads() if threads else 0
         try:
             if isa is not None:
                 set_isa(isa)
-            check(lib.mh_plan_create(byref(self._problem), byref(self._plan)))
+            if threads:
+                set_threads(threads)  # which a description is made for
+            check(lib.mh_plan_create(byref(self.problem), byref(self._plan)))
+            text = text_of(partial(lib.mh_plan_describe, self._plan, _abi.FORMAT_JSON))
         finally:
             if before is not None:
                 set_isa(before)
-        self.plan: dict[str, Any] = json.loads(text_of(partial(lib.mh_plan_describe, self._plan, _abi.FORMAT_JSON)))
+            if threads:
+                set_threads(most)
+        self.plan: dict[str, Any] = json.loads(text)
         self.line: str = self.plan["problem"]
         self.flops: float = self.plan["flops"]
         self.bytes: float = self.plan["bytes"]
         self.isa: str = self.plan["isa"]
         self.dtype: str = self.plan["dtype"]
         self.route: str = self.plan["kernel"].split("/")[2].split("@")[0]
-        self._exec = _abi.Exec(struct_size=sizeof(_abi.Exec), threads=threads)
-        self.arrays: dict[str, np.ndarray] = {}
-        self._tensors = _abi.Tensors(struct_size=sizeof(_abi.Tensors))
-        self._make_arrays(np.random.default_rng(seed))
-        self.threads: int = self._threads_of_a_run()
+        self.threads: int = self.plan["threads"]
 
     def __del__(self) -> None:
         if getattr(self, "_plan", None):
             lib.mh_plan_destroy(self._plan)
+
+
+class Workload(Planned):
+    """A problem made real: a plan, and arrays of random normal numbers for it, which `seed` decides."""
+
+    def __init__(self, line: str, *, isa: str | None = None, threads: int = 0, seed: int = 0) -> None:
+        super().__init__(line, isa=isa, threads=threads)
+        self._exec = _abi.Exec(struct_size=sizeof(_abi.Exec), threads=threads)
+        self.arrays: dict[str, np.ndarray] = {}
+        self._tensors = _abi.Tensors(struct_size=sizeof(_abi.Tensors))
+        self._make_arrays(np.random.default_rng(seed))
+        self.threads = self._threads_of_a_run()
 
     def run(self) -> None:
         check(lib.mh_plan_run(self._plan, byref(self._tensors), byref(self._exec)))
@@ -142,7 +156,7 @@ class Workload:
         return self._profiled(1)["calls"][0]["threads"]
 
     def _make_arrays(self, rng: np.random.Generator) -> None:
-        p = self._problem
+        p = self.problem
         kv_heads, v_dim = p.kv_heads or p.heads, p.v_dim or p.head_dim
         real = "f64" if self.dtype == "f64" else "f32"
         bshd = bool(p.q_strides[3])  # a line gives strides for this layout only

@@ -1,0 +1,296 @@
+"""How long a call should take, from its plan and three rates of the machine: multiply-adds, clock, reading.
+
+The time is that of the work, spread over the threads, and of the reading beside it:
+
+    work     the two products, at the measured rate of multiply-adds times the share of it that the loops reach; and,
+             in cycles for each vector of numbers, everything else that is done to scores, rows and keys
+    reading  the bytes that come from where they lie, at the rate of reading as many again and again
+    time     the longer of both, a part of the shorter, which does not hide behind it, and what a call costs anyway
+
+What a core needs is told in cycles and in shares of its own multiply-adds, so that the table below holds for others too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from .. import _abi
+
+
+class Core(NamedTuple):
+    """What the loops need on a kind of core. Cycles are for a vector, of whatever length it is there."""
+
+    lanes: int  # bytes of a vector
+    panel: int  # vectors of rows that go through the products together
+
+    # Tile route. Shares of the peak: of what is missing, loads that miss L1 and results that are stored take most.
+    share: float  # of the multiply-add peak, both products
+    softmax: float  # maximum, exponential (14 instructions), sum: of a vector of scores
+    pack: float  # scaling and transposing Q: of a vector of it
+    store: float  # dividing, transposing and storing: of a vector of the result
+    widen: float  # 16-bit K and V made f32, once for each task: of a vector of them
+    copy: float  # the same for strides that would crowd L1: each line comes from another page
+
+    # Decode route, a vector of K or V against up to four rows: loads and multiply-adds take turns at the same ports.
+    dot: float  # a row's multiply-add with a vector of K
+    lane_sum: float  # the lanes of a score added up
+    add: float  # a row's multiply-add with a vector of V
+    load: float  # a vector of K or V
+    decode_softmax: float  # rows are short, so latencies show
+
+    # Passes over the scores, of a vector of them.
+    mask: float  # a boolean mask: bits gathered, tested, blended
+    bias: float  # read across, transposed, added
+    alibi: float
+    softcap: float  # tanh
+    key_mask: float
+    edge: float  # of tiles that a causal mask's or window's edge crosses
+    second: float  # the weights again, and stored or added up
+
+
+# Measured on a server core with both (AVX-512: 5th generation Xeon), profiles of single phases, in cache.
+WIDE = Core(
+    lanes=64, panel=3, share=0.86, softmax=8.5, pack=10, store=12, widen=3, copy=12,
+    dot=0.55, lane_sum=2.2, add=0.6, load=0.9, decode_softmax=20,
+    mask=10, bias=12, alibi=7, softcap=16, key_mask=5.5, edge=3, second=33,
+)  # fmt: skip
+NARROW = Core(
+    lanes=32, panel=2, share=0.95, softmax=6.4, pack=6, store=6, widen=2.5, copy=9,
+    dot=0.55, lane_sum=1.5, add=0.5, load=0.55, decode_softmax=14,
+    mask=6.5, bias=8, alibi=6, softcap=12.5, key_mask=5, edge=2.6, second=22,
+)  # fmt: skip
+CORES = {
+    "amx": WIDE,
+    "avx512": WIDE,
+    "avx2": NARROW,
+    "sse2": NARROW._replace(lanes=16),
+    "neon": WIDE._replace(lanes=16),  # as many registers
+}
+
+# Matrix route: 32 rows and 32 keys at a time. Its products run at the unit's rate; cycles of a vector are for what the unit
+# does not do.
+UNIT = 32
+UNIT_KEPT = 1.5  # scores leave the unit through memory
+UNIT_ADDED = 2.7  # results go into it and out again for each tile of keys
+UNIT_SOFTMAX = 14.3  # also splits each weight in two, as exact as the products need
+UNIT_PACK = 8.0  # Q, K, V into the unit's order, V transposed; mostly waiting for L2, which nobody asks ahead
+UNIT_PARTS = {"bf16": (1, 2), "f16": (4, 3)}  # products for a score and for a value: exactness takes several
+
+# Whatever the core, in cycles.
+PANEL = 100.0  # of a panel and a tile of keys: loops begin and end, the last keys go one by one
+MERGE = 200.0  # of a row of a chunk: its sums, brought to one maximum
+TASK = 150.0  # taking one, and its place in memory; of a row of a decode step as well
+CALL = 900.0  # checks, workspace
+WAKE = 10_000.0  # the other threads begin and end later: 3 us while they are awake
+
+F64_SOFTMAX = 2.8  # a polynomial of degree 11, eight lanes
+SHOWS = 0.25  # of the shorter of work and reading: they share the buffers for lines on their way
+
+
+class Plan(Protocol):
+    """manyhead._measure.Planned"""
+
+    plan: dict[str, Any]
+    problem: Any
+    dtype: str
+    isa: str
+    route: str
+    threads: int
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of all the threads of a call together, but for the clock, which is of one."""
+
+    arithmetic: float  # FLOP/s on the unit that unit_of names
+    clock: float  # Hz
+    read: float  # bytes/s of the bytes that traffic counts
+    level: str  # where these lie
+
+
+@dataclass(frozen=True)
+class Prediction:
+    seconds: float
+    terms: Mapping[str, float]  # seconds, by phase (those of a profile), "read" and "call"
+    limit: str
+
+
+def unit_of(planned: Plan) -> str:
+    """The dtype whose multiply-adds the plan uses: only the matrix route has those of 16-bit types."""
+    return planned.dtype if planned.route == "matrix" or planned.dtype == "f64" else "f32"
+
+
+class Shape:
+    """What a plan works on, in the units of the table."""
+
+    def __init__(self, planned: Plan) -> None:
+        p, plan = planned.problem, planned.plan
+        self.core = CORES.get(planned.isa, NARROW)
+        self.real = 8 if planned.dtype == "f64" else 4
+        self.item = {"f64": 8, "f32": 4}.get(planned.dtype, 2)
+        self.lanes = self.core.lanes // self.real
+        kv_heads = p.kv_heads or p.heads
+        self.d, self.v = p.head_dim, p.v_dim or p.head_dim
+        self.heads = p.batch * kv_heads  # each with its own keys
+        self.group = p.heads // kv_heads
+        self.rows = self.group * p.q_len  # of such a head
+        self.keys = p.kv_len
+        self.chunks = plan["chunks"]
+        pairs = plan["flops"] / (2 * (self.d + self.v))
+        self.seen = pairs / max(self.heads * self.rows, 1)  # keys of a row, in the mean
+        window = bool(p.flags & _abi.FLAG_WINDOW)
+        self.edges = int(bool(p.causal) or (window and p.window_right >= 0)) + int(window and p.window_left >= 0)
+        self.splits = max(plan["tasks"] / max(self.heads * self.chunks, 1), 1)  # a head's rows, in so many tasks
+
+    def reached(self, rows: float) -> float:
+        """Keys that so many neighbouring rows see together."""
+        return min(self.seen + self.edges * (rows / self.group - 1) / 2, self.keys)
+
+    @property
+    def read_again(self) -> float:
+        """How often each key is brought in: once for each task whose rows see it."""
+        return max(self.splits * self.reached(self.rows / self.splits) / max(self.keys, 1), min(self.keys, 1))
+
+
+def traffic(planned: Plan, l2_bytes: int) -> float:
+    """Bytes that a call moves. K and V of a head come again for each task, where L2 does not keep them."""
+    p, shape = planned.problem, Shape(planned)
+    kv = shape.keys * (shape.d + shape.v) * shape.item
+    again = shape.read_again if kv > l2_bytes / 2 and planned.route != "decode" else 1
+    rows = shape.heads * shape.rows
+    # A line of the result is read before it is written.
+    total = shape.heads * kv * again + rows * (shape.d + 2 * shape.v) * shape.item
+    pairs = rows * shape.keys
+    if p.inputs & _abi.INPUT_MASK:
+        total += pairs
+    if p.inputs & _abi.INPUT_BIAS:
+        total += pairs * {0: 4, 1: 8}.get(p.bias_dtype, 2)
+    if p.outputs & (_abi.OUTPUT_WEIGHTS | _abi.OUTPUT_SCORES):
+        total += 2 * pairs * shape.real
+    if p.outputs & _abi.OUTPUT_MEAN_WEIGHTS:
+        total += 2 * pairs * shape.real / max(p.heads, 1)
+    return float(total)
+
+
+def predict(planned: Plan, rates: Rates, moved: float) -> Prediction:
+    """`moved`: what traffic counted."""
+    shape = Shape(planned)
+    peak = 2 * shape.lanes * rates.clock * planned.threads / rates.arithmetic  # cycles of a vector of multiply-adds
+    route = {"decode": _decode, "matrix": _matrix}.get(planned.route, _tile)
+    cycles = route(planned, shape, peak)
+    if shape.chunks > 1:
+        cycles["merge"] = shape.heads * shape.rows * shape.chunks * MERGE
+    # The busiest thread decides.
+    each = planned.plan["balance"] / planned.threads / rates.clock
+    terms = {phase: count * each for phase, count in cycles.items() if count}
+    work = sum(terms.values())
+    reading = moved / rates.read
+    terms["call"] = (CALL + (WAKE if planned.threads > 1 else 0)) / rates.clock
+    terms["read"] = reading
+    seconds = max(work, reading) + SHOWS * min(work, reading) + terms["call"]
+    return Prediction(seconds, terms, _limit(terms, rates.level))
+
+
+def _limit(terms: Mapping[str, float], level: str) -> str:
+    kinds = {
+        "arithmetic": terms.get("scores", 0) + terms.get("values", 0),
+        "softmax": terms.get("softmax", 0),
+        "masks": terms.get("mask", 0),
+        "weights": terms.get("weights", 0),
+        f"read {level}": terms["read"],
+        "overhead": sum(terms.get(phase, 0) for phase in ("pack", "store", "merge", "task", "call")),
+    }
+    return max(kinds, key=lambda kind: kinds[kind])
+
+
+def _tile(planned: Plan, shape: Shape, peak: float) -> dict[str, float]:
+    core = shape.core
+    width = core.panel * shape.lanes
+    panels = shape.heads * _blocks(shape.rows, width)
+    vectors = shape.heads * _blocks(shape.rows, shape.lanes)  # of rows; the last one may be part empty
+    # Each vector of rows stops at its own last key in the products, a panel at that of all its rows in the softmax.
+    scores = vectors * shape.reached(shape.lanes)
+    weighed = vectors * shape.reached(min(width, shape.rows))
+    tiles = panels * max(shape.reached(width) / planned.plan["block_kv"], 1)
+    product = scores * peak / core.share
+    widened = core.widen if shape.item == 2 else core.copy if planned.plan["copies_kv"] else 0.0
+    brought = shape.heads * shape.keys * (shape.d + shape.v) / shape.lanes * shape.read_again
+    softmax = core.softmax * (F64_SOFTMAX if shape.real == 8 else 1)
+    found = {
+        "scores": product * shape.d + tiles * PANEL,
+        "values": product * shape.v + tiles * PANEL,
+        "softmax": weighed * softmax + tiles * PANEL,
+        "mask": _masks(planned, shape, weighed, width),
+        "pack": vectors * shape.d * core.pack + brought * widened,
+        "store": shape.heads * shape.rows * shape.v / shape.lanes * core.store,
+        "task": planned.plan["tasks"] * TASK,
+    }
+    if planned.plan["second_pass"]:  # scores and weights again, now that the sums are known
+        found["weights"] = scores * (shape.d * peak / core.share + core.second)
+    return found
+
+
+def _matrix(planned: Plan, shape: Shape, peak: float) -> dict[str, float]:
+    panels = shape.heads * _blocks(shape.rows, UNIT)
+    vectors = panels * UNIT / shape.lanes
+    weighed = vectors * _blocks(shape.reached(UNIT), UNIT) * UNIT
+    tiles = max(shape.reached(UNIT) / planned.plan["block_kv"], 1)
+    d, v = (_blocks(dim, UNIT) * UNIT for dim in (shape.d, shape.v))
+    of_score, of_value = UNIT_PARTS[planned.dtype]
+    parts = 1 if of_score == 1 else 2
+    brought = shape.heads * shape.keys * (d + v) * shape.read_again / shape.lanes
+    return {
+        "scores": weighed * (d * peak * of_score + UNIT_KEPT),
+        "values": weighed * v * peak * of_value + vectors * v * tiles * UNIT_ADDED,
+        "softmax": weighed * UNIT_SOFTMAX,
+        "mask": _masks(planned, shape, weighed, UNIT),
+        "pack": (brought + vectors * d) * UNIT_PACK * parts,
+        "store": shape.heads * shape.rows * shape.v / shape.lanes * shape.core.store,
+        "task": planned.plan["tasks"] * TASK,
+    }
+
+
+def _decode(planned: Plan, shape: Shape, peak: float) -> dict[str, float]:
+    core, rows = shape.core, shape.rows
+    keys = shape.heads * shape.reached(rows)
+    k, v = (keys * _blocks(dim, shape.lanes) for dim in (shape.d, shape.v))
+    turns = _blocks(rows, 4)  # more rows read the keys of a tile again, from L1
+    copied = (k + v) * core.copy if planned.plan["copies_kv"] else 0.0
+    weighed = keys * rows / shape.lanes
+    at_once = 2 * peak  # where a core does one multiply-add a cycle instead of two
+    return {
+        "scores": k * (rows * core.dot * at_once + turns * core.load) + keys * rows * core.lane_sum,
+        "values": v * (rows * core.add * at_once + turns * core.load),
+        "softmax": weighed * core.decode_softmax * (2 if shape.real == 8 else 1),
+        "mask": _masks(planned, shape, weighed, rows),
+        "pack": copied,
+        "task": planned.plan["tasks"] * (1 + rows) * TASK,
+    }
+
+
+def _masks(planned: Plan, shape: Shape, vectors: float, width: int) -> float:
+    """Passes over `vectors` of scores, `width` rows at a time."""
+    p, core = planned.problem, shape.core
+    each = 0.0
+    if p.inputs & _abi.INPUT_MASK:
+        each += core.mask
+    elif p.inputs & _abi.INPUT_KEY_MASK:
+        each += core.key_mask
+    if p.inputs & _abi.INPUT_BIAS:
+        each += core.bias
+    if p.inputs & _abi.INPUT_ALIBI:
+        each += core.alibi
+    if p.softcap > 0:
+        each += core.softcap
+    crossed = 0.0
+    if shape.edges and not p.inputs & (_abi.INPUT_MASK | _abi.INPUT_KEY_MASK):
+        # Where an edge lies in a panel, it crosses so many keys, in whole tiles.
+        keys = min(shape.edges * (width / shape.group + planned.plan["block_kv"]), shape.reached(width))
+        crossed = shape.heads * shape.rows / shape.lanes * keys
+    return vectors * each + crossed * core.edge
+
+
+def _blocks(number: float, size: float) -> int:
+    return int(-(-number // size))
