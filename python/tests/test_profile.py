@@ -518,7 +518,7 @@ def test_bad_input_is_a_sentence(fake, capsys, arguments, said):
 
 
 def test_instruction_sets_of_other_cpus_are_refused(fake, capsys, monkeypatch):
-    monkeypatch.setattr("manyhead.commands.profile.isas", lambda: {"avx512": False, manyhead.isa(): True})
+    monkeypatch.setattr("manyhead.commands.options.isas", lambda: {"avx512": False, manyhead.isa(): True})
     status, _, err = command(capsys, "--isa", "avx512")
     assert status == 2
     assert "--isa avx512: this CPU cannot run it" in err

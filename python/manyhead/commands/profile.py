@@ -8,12 +8,12 @@ import dataclasses
 import sys
 from typing import Any
 
-from .._runtime import isas, machine
 from ..profiling import cases, document, sweep
 from ..profiling.limits import Limits
 from ..profiling.model import model_cases
 from ..profiling.run import available_memory, profile
-from .errors import UserError, need, one_of, writable
+from .errors import UserError, need, writable
+from .options import isas_of, machine_facts, names, seconds_of, threads_of, words
 
 SUMMARY = "measure attention on this machine, and what the machine could do"
 
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     need("rich", "manyhead profile")
     from ..profiling import show
 
-    facts = _machine()
+    facts = machine_facts()
     rows = _rows(options, facts, _measure)
     effort = _effort(options, len(rows))
     available = available_memory()
@@ -120,59 +120,17 @@ def run(options: argparse.Namespace) -> int:
     return 130
 
 
-def _machine() -> dict[str, Any]:
-    try:
-        return machine()
-    except ValueError as error:  # MH_ISA or MH_THREADS asks for something that is not there
-        raise UserError(str(error)) from error
-
-
 def _rows(options: argparse.Namespace, facts: dict[str, Any], tools: Any) -> list[cases.Row]:
-    chosen = cases.preset_cases(name for text in options.preset for name in _words("--preset", text))
+    chosen = cases.preset_cases(name for text in options.preset for name in words("--preset", text))
     chosen += [case for path in options.model for case in model_cases(path)]
     chosen += cases.shape_cases(options.shape)
     if not (options.preset or options.model or options.shape):
         chosen = cases.preset_cases(cases.DEFAULT)
     quick = options.quick
-    dtypes = _names("--dtype", options.dtype or ("f32" if quick else "f32,bf16"), "dtype", list(cases.ITEM_SIZE))
-    present = isas()
-    chosen_isas = [facts["isa"]]
-    if options.isa is not None:
-        chosen_isas = _names("--isa", options.isa, "instruction set", list(present), [n for n in present if present[n]])
-    for name in chosen_isas:
-        if not present[name]:
-            raise UserError(
-                f"--isa {name}: this CPU cannot run it. It can run {', '.join(n for n in present if present[n])}."
-            )
-    threads = _threads(options.threads or ("all" if quick else "1,all"), facts)
+    dtypes = names("--dtype", options.dtype or ("f32" if quick else "f32,bf16"), "dtype", list(cases.ITEM_SIZE))
+    chosen_isas = [facts["isa"]] if options.isa is None else isas_of(options.isa)
+    threads = threads_of(options.threads or ("all" if quick else "1,all"), facts)
     return cases.make_rows(list(dict.fromkeys(chosen)), dtypes, chosen_isas, threads, tools)
-
-
-def _words(option: str, text: str) -> list[str]:
-    words = [word.strip() for word in text.split(",")]
-    if not all(words):
-        raise UserError(f"{option} {text!r}: expected names with commas between them")
-    return list(dict.fromkeys(words))
-
-
-def _names(option: str, text: str, what: str, known: list[str], everything: list[str] | None = None) -> list[str]:
-    words = _words(option, text)
-    if words == ["all"]:
-        return everything or known
-    return [one_of(what, word, known) for word in words]
-
-
-def _threads(text: str, facts: dict[str, Any]) -> list[int]:
-    cpus = facts["cpus"]
-    numbers = []
-    for word in _words("--threads", text):
-        number = facts["threads"] if word == "all" else int(word) if word.isdecimal() else 0
-        if not 1 <= number <= cpus:
-            raise UserError(
-                f"--threads {text}: {word!r} is not a number from 1 to {cpus}, the CPUs here, and not 'all'"
-            )
-        numbers.append(number)
-    return sorted(set(numbers))
 
 
 def _effort(options: argparse.Namespace, rows: int) -> sweep.Effort:
@@ -181,10 +139,4 @@ def _effort(options: argparse.Namespace, rows: int) -> sweep.Effort:
         effort = dataclasses.replace(sweep.QUICK, seconds=min(sweep.QUICK.seconds, sweep.QUICK_TOTAL / rows))
     if options.seconds is None:
         return effort
-    try:
-        seconds = float(options.seconds)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds <= 3600:
-        raise UserError(f"--seconds {options.seconds}: expected a number of seconds above 0, at most 3600")
-    return dataclasses.replace(effort, seconds=seconds)
+    return dataclasses.replace(effort, seconds=seconds_of(options.seconds))

@@ -121,13 +121,19 @@ def doublings(last: int) -> list[int]:
     return sorted({1 << power for power in range(last.bit_length())} | {last})
 
 
-def _row(case: Case, line: str, dtype: str, isa: str, threads: int, x: int | None, tools: Instruments) -> Row:
+def read_problem(line: str, tools: Instruments, where: str = "") -> Any:
+    """The problem of a line, where a plan can be made of it. `where` tells the user which line it is."""
     try:
         problem = tools.parse_problem(line)
         tools.check_problem(problem)
     except ValueError as error:
         pointed = getattr(error, "pointed", None)  # a line that was read but asks for what cannot be has no column
-        raise UserError(f"{error}\n{pointed() if pointed else line}") from error
+        raise UserError(f"{where}{error}\n{pointed() if pointed else line}") from error
+    return problem
+
+
+def _row(case: Case, line: str, dtype: str, isa: str, threads: int, x: int | None, tools: Instruments) -> Row:
+    problem = read_problem(line, tools)
     kv_heads = problem.kv_heads or problem.heads
     v_dim = problem.v_dim or problem.head_dim
     q_rows = problem.batch * problem.heads * problem.q_len

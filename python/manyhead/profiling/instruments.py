@@ -8,7 +8,9 @@ from typing import Any, Protocol
 import numpy as np
 
 
-class Workload(Protocol):
+class Planned(Protocol):
+    plan: dict[str, Any]
+    problem: Any
     line: str
     flops: float
     bytes: float
@@ -16,6 +18,9 @@ class Workload(Protocol):
     route: str
     isa: str
     dtype: str
+
+
+class Workload(Planned, Protocol):
     arrays: Mapping[str, np.ndarray]
 
     def run(self) -> None: ...
@@ -31,6 +36,8 @@ class Instruments(Protocol):
     def parse_problem(self, line: str) -> Any: ...
 
     def check_problem(self, problem: Any) -> None: ...
+
+    def Planned(self, line: str, *, isa: str | None = None, threads: int = 0) -> Any: ...
 
     def Workload(self, line: str, *, isa: str | None = None, threads: int = 0, seed: int = 0) -> Any: ...
 

@@ -63,7 +63,7 @@ class Limits:
         key = isa, dtype, threads
         if key not in self._arithmetic:
             for _ in range(self.looks):
-                self._look_at_arithmetic(*key)
+                self.look_at_arithmetic(*key)
         return self._arithmetic[key]
 
     def read(self, level: Level, threads: int) -> float:
@@ -75,8 +75,8 @@ class Limits:
 
     def look(self, isa: str, dtype: str, threads: int, kept: int) -> None:
         """At the limits of a row, while the machine is as it is for that row."""
-        self._look_at_arithmetic(isa, dtype, threads)
-        level = self._level(kept, threads)
+        self.look_at_arithmetic(isa, dtype, threads)
+        level = self.level(kept, threads)
         if level.bytes(threads) <= LEAST_MEMORY:
             self._look_at_reading(level, threads)
 
@@ -89,9 +89,9 @@ class Limits:
                 if turn == 0 or level.bytes(number) <= EASY:
                     self._look_at_reading(level, number)
             for unit in units:
-                self._look_at_arithmetic(*unit)
+                self.look_at_arithmetic(*unit)
 
-    def _look_at_arithmetic(self, isa: str, dtype: str, threads: int) -> None:
+    def look_at_arithmetic(self, isa: str, dtype: str, threads: int) -> None:
         key = isa, dtype, threads
         rate = self.tools.arithmetic_rate(isa, dtype, threads, LOOK)
         self._arithmetic[key] = max(rate, self._arithmetic.get(key, 0.0))
@@ -107,7 +107,7 @@ class Limits:
         """What bounds a call whose fastest run took `best` seconds, and the share of that bound it reaches. It moves
         `moved` bytes; `kept` are those of K and V, which stay in a cache between runs where one is large enough."""
         arithmetic = self.arithmetic(isa, dtype, threads)
-        level = self._level(kept, threads)
+        level = self.level(kept, threads)
         read = self.read(level, threads)
         seconds, limit, rate = max(
             (flops / arithmetic, "arithmetic", arithmetic),
@@ -118,7 +118,7 @@ class Limits:
             return {"limit": "overhead", "limit_rate": None, "share": share}
         return {"limit": limit, "limit_rate": rate, "share": share}
 
-    def _level(self, kept: int, threads: int) -> Level:
+    def level(self, kept: int, threads: int) -> Level:
         return next(level for level in self.levels if level.holds(kept, threads))
 
     def document(self) -> dict[str, Any]:

@@ -5,18 +5,21 @@ The time is that of the work, spread over the threads, and of the reading beside
     work     the two products, at the measured rate of multiply-adds times the share of it that the loops reach; and,
              in cycles for each vector of numbers, everything else that is done to scores, rows and keys
     reading  the bytes that come from where they lie, at the rate of reading as many again and again
-    time     the longer of both, a part of the shorter, which does not hide behind it, and what a call costs anyway
+    time     the root of the sum of their squares, and what a call costs anyway: the shorter hides behind the longer,
+             the worse the more alike they are, because then each waits for the other time and again
 
-What a core needs is told in cycles and in shares of its own multiply-adds, so that the table below holds for others too.
+What a core needs is told in cycles and in shares of its own multiply-adds, so that the table below holds for others.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 from .. import _abi
+from .instruments import Planned
 
 
 class Core(NamedTuple):
@@ -38,6 +41,7 @@ class Core(NamedTuple):
     lane_sum: float  # the lanes of a score added up
     add: float  # a row's multiply-add with a vector of V
     load: float  # a vector of K or V
+    convert: float  # more, where it is of 16-bit elements
     decode_softmax: float  # rows are short, so latencies show
 
     # Passes over the scores, of a vector of them.
@@ -53,51 +57,41 @@ class Core(NamedTuple):
 # Measured on a server core with both (AVX-512: 5th generation Xeon), profiles of single phases, in cache.
 WIDE = Core(
     lanes=64, panel=3, share=0.86, softmax=8.5, pack=10, store=12, widen=3, copy=12,
-    dot=0.55, lane_sum=2.2, add=0.6, load=0.9, decode_softmax=20,
+    dot=0.55, lane_sum=2.2, add=0.6, load=0.9, convert=0, decode_softmax=20,
     mask=10, bias=12, alibi=7, softcap=16, key_mask=5.5, edge=3, second=33,
 )  # fmt: skip
 NARROW = Core(
     lanes=32, panel=2, share=0.95, softmax=6.4, pack=6, store=6, widen=2.5, copy=9,
-    dot=0.55, lane_sum=1.5, add=0.5, load=0.55, decode_softmax=14,
+    dot=0.55, lane_sum=1.5, add=0.5, load=0.55, convert=0.35, decode_softmax=14,
     mask=6.5, bias=8, alibi=6, softcap=12.5, key_mask=5, edge=2.6, second=22,
 )  # fmt: skip
 CORES = {
     "amx": WIDE,
     "avx512": WIDE,
     "avx2": NARROW,
-    "sse2": NARROW._replace(lanes=16),
+    "sse2": NARROW._replace(lanes=16, share=0.8),  # without fused multiply-adds, so more instructions
     "neon": WIDE._replace(lanes=16),  # as many registers
 }
+GUESSED = ("sse2", "neon")  # hardly measured, not at all
 
-# Matrix route: 32 rows and 32 keys at a time. Its products run at the unit's rate; cycles of a vector are for what the unit
+# Matrix route: 32 rows and 32 keys at a time. Its products run at the unit's rate; cycles of a vector are for what it
 # does not do.
 UNIT = 32
-UNIT_KEPT = 1.5  # scores leave the unit through memory
-UNIT_ADDED = 2.7  # results go into it and out again for each tile of keys
+UNIT_KEPT = 2.3  # scores leave the unit through memory
+UNIT_ADDED = 3.2  # results go into it and out again for each tile of keys
 UNIT_SOFTMAX = 14.3  # also splits each weight in two, as exact as the products need
 UNIT_PACK = 8.0  # Q, K, V into the unit's order, V transposed; mostly waiting for L2, which nobody asks ahead
+UNIT_STORE = 16.0  # like `store`, but the result is in a cache further away
 UNIT_PARTS = {"bf16": (1, 2), "f16": (4, 3)}  # products for a score and for a value: exactness takes several
 
 # Whatever the core, in cycles.
-PANEL = 100.0  # of a panel and a tile of keys: loops begin and end, the last keys go one by one
+PANEL = 70.0  # of a panel and a tile of keys: loops begin and end, the last keys go one by one
 MERGE = 200.0  # of a row of a chunk: its sums, brought to one maximum
-TASK = 150.0  # taking one, and its place in memory; of a row of a decode step as well
-CALL = 900.0  # checks, workspace
+TASK = 130.0  # taking one, and its place in memory; of a row of a decode step as well
+CALL = 1100.0  # checks, workspace
 WAKE = 10_000.0  # the other threads begin and end later: 3 us while they are awake
 
-F64_SOFTMAX = 2.8  # a polynomial of degree 11, eight lanes
-SHOWS = 0.25  # of the shorter of work and reading: they share the buffers for lines on their way
-
-
-class Plan(Protocol):
-    """manyhead._measure.Planned"""
-
-    plan: dict[str, Any]
-    problem: Any
-    dtype: str
-    isa: str
-    route: str
-    threads: int
+F64_SOFTMAX = 1.4  # times as long: a polynomial of degree 11 instead of 6
 
 
 @dataclass(frozen=True)
@@ -106,8 +100,9 @@ class Rates:
 
     arithmetic: float  # FLOP/s on the unit that unit_of names
     clock: float  # Hz
-    read: float  # bytes/s of the bytes that traffic counts
-    level: str  # where these lie
+    moved: float  # bytes, as traffic counts them
+    read: float  # bytes/s of so many
+    level: str  # where they lie
 
 
 @dataclass(frozen=True)
@@ -117,7 +112,7 @@ class Prediction:
     limit: str
 
 
-def unit_of(planned: Plan) -> str:
+def unit_of(planned: Planned) -> str:
     """The dtype whose multiply-adds the plan uses: only the matrix route has those of 16-bit types."""
     return planned.dtype if planned.route == "matrix" or planned.dtype == "f64" else "f32"
 
@@ -125,7 +120,7 @@ def unit_of(planned: Plan) -> str:
 class Shape:
     """What a plan works on, in the units of the table."""
 
-    def __init__(self, planned: Plan) -> None:
+    def __init__(self, planned: Planned) -> None:
         p, plan = planned.problem, planned.plan
         self.core = CORES.get(planned.isa, NARROW)
         self.real = 8 if planned.dtype == "f64" else 4
@@ -154,7 +149,7 @@ class Shape:
         return max(self.splits * self.reached(self.rows / self.splits) / max(self.keys, 1), min(self.keys, 1))
 
 
-def traffic(planned: Plan, l2_bytes: int) -> float:
+def traffic(planned: Planned, l2_bytes: int) -> float:
     """Bytes that a call moves. K and V of a head come again for each task, where L2 does not keep them."""
     p, shape = planned.problem, Shape(planned)
     kv = shape.keys * (shape.d + shape.v) * shape.item
@@ -174,8 +169,7 @@ def traffic(planned: Plan, l2_bytes: int) -> float:
     return float(total)
 
 
-def predict(planned: Plan, rates: Rates, moved: float) -> Prediction:
-    """`moved`: what traffic counted."""
+def predict(planned: Planned, rates: Rates) -> Prediction:
     shape = Shape(planned)
     peak = 2 * shape.lanes * rates.clock * planned.threads / rates.arithmetic  # cycles of a vector of multiply-adds
     route = {"decode": _decode, "matrix": _matrix}.get(planned.route, _tile)
@@ -186,10 +180,10 @@ def predict(planned: Plan, rates: Rates, moved: float) -> Prediction:
     each = planned.plan["balance"] / planned.threads / rates.clock
     terms = {phase: count * each for phase, count in cycles.items() if count}
     work = sum(terms.values())
-    reading = moved / rates.read
+    reading = rates.moved / rates.read
     terms["call"] = (CALL + (WAKE if planned.threads > 1 else 0)) / rates.clock
     terms["read"] = reading
-    seconds = max(work, reading) + SHOWS * min(work, reading) + terms["call"]
+    seconds = math.hypot(work, reading) + terms["call"]
     return Prediction(seconds, terms, _limit(terms, rates.level))
 
 
@@ -205,7 +199,7 @@ def _limit(terms: Mapping[str, float], level: str) -> str:
     return max(kinds, key=lambda kind: kinds[kind])
 
 
-def _tile(planned: Plan, shape: Shape, peak: float) -> dict[str, float]:
+def _tile(planned: Planned, shape: Shape, peak: float) -> dict[str, float]:
     core = shape.core
     width = core.panel * shape.lanes
     panels = shape.heads * _blocks(shape.rows, width)
@@ -232,7 +226,7 @@ def _tile(planned: Plan, shape: Shape, peak: float) -> dict[str, float]:
     return found
 
 
-def _matrix(planned: Plan, shape: Shape, peak: float) -> dict[str, float]:
+def _matrix(planned: Planned, shape: Shape, peak: float) -> dict[str, float]:
     panels = shape.heads * _blocks(shape.rows, UNIT)
     vectors = panels * UNIT / shape.lanes
     weighed = vectors * _blocks(shape.reached(UNIT), UNIT) * UNIT
@@ -247,30 +241,31 @@ def _matrix(planned: Plan, shape: Shape, peak: float) -> dict[str, float]:
         "softmax": weighed * UNIT_SOFTMAX,
         "mask": _masks(planned, shape, weighed, UNIT),
         "pack": (brought + vectors * d) * UNIT_PACK * parts,
-        "store": shape.heads * shape.rows * shape.v / shape.lanes * shape.core.store,
+        "store": shape.heads * shape.rows * shape.v / shape.lanes * UNIT_STORE,
         "task": planned.plan["tasks"] * TASK,
     }
 
 
-def _decode(planned: Plan, shape: Shape, peak: float) -> dict[str, float]:
+def _decode(planned: Planned, shape: Shape, peak: float) -> dict[str, float]:
     core, rows = shape.core, shape.rows
     keys = shape.heads * shape.reached(rows)
     k, v = (keys * _blocks(dim, shape.lanes) for dim in (shape.d, shape.v))
-    turns = _blocks(rows, 4)  # more rows read the keys of a tile again, from L1
+    load = core.load + (core.convert if shape.item == 2 else 0)
+    loads = _blocks(rows, 4) * load  # more rows read the keys of a tile again, from L1
     copied = (k + v) * core.copy if planned.plan["copies_kv"] else 0.0
     weighed = keys * rows / shape.lanes
     at_once = 2 * peak  # where a core does one multiply-add a cycle instead of two
     return {
-        "scores": k * (rows * core.dot * at_once + turns * core.load) + keys * rows * core.lane_sum,
-        "values": v * (rows * core.add * at_once + turns * core.load),
-        "softmax": weighed * core.decode_softmax * (2 if shape.real == 8 else 1),
+        "scores": k * (rows * core.dot * at_once + loads) + keys * rows * core.lane_sum,
+        "values": v * (rows * core.add * at_once + loads),
+        "softmax": weighed * core.decode_softmax * (F64_SOFTMAX if shape.real == 8 else 1),
         "mask": _masks(planned, shape, weighed, rows),
         "pack": copied,
         "task": planned.plan["tasks"] * (1 + rows) * TASK,
     }
 
 
-def _masks(planned: Plan, shape: Shape, vectors: float, width: int) -> float:
+def _masks(planned: Planned, shape: Shape, vectors: float, width: int) -> float:
     """Passes over `vectors` of scores, `width` rows at a time."""
     p, core = planned.problem, shape.core
     each = 0.0

@@ -108,6 +108,12 @@ class Measured:
         }
 
 
+def too_large(row: Row, available: int) -> str | None:
+    if row.size <= available // 2:
+        return None
+    return f"its tensors take {row.size / 2**30:.1f} GiB, more than half of the memory that is free"
+
+
 class Sweep:
     """Measures rows. What is done can be read at any time, also after an interrupt in the middle of `run`."""
 
@@ -201,8 +207,8 @@ class Sweep:
         }
 
     def _why_not(self, row: Row) -> str | None:
-        if row.size > self.available // 2:
-            return f"its tensors take {row.size / 2**30:.1f} GiB, more than half of the memory that is free"
+        if why_not := too_large(row, self.available):
+            return why_not
         if self._once(row) > self.effort.longest:
             return f"one run is expected to take more than {self.effort.longest:g} s"
         return None

@@ -1,0 +1,97 @@
+"""What the library plans for a problem, how long that should take on this machine, and what it spends the time on.
+The rates that the prediction needs are measured first, in about a second; --limits takes them from a saved profile."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from ..profiling import cases, document, explain
+from ..profiling.run import available_memory
+from .errors import UserError, need, one_of
+from .options import isas_of, machine_facts, seconds_of, single, threads_of
+
+SUMMARY = "the plan for a problem, and the time it should take"
+SECONDS = 0.5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "problem",
+        nargs="?",
+        metavar="LINE",
+        help="a problem line in quotes, such as 'f32 b1 h32/8 q2048 kv2048 d128 causal'",
+    )
+    parser.add_argument("--table", action="store_true", help="all rows of the built-in table, predicted and measured")
+    parser.add_argument(
+        "--dtype", default="f32", help=f"of --table, or of a line without one: {', '.join(cases.ITEM_SIZE)}"
+    )
+    parser.add_argument("--isa", metavar="NAME", help="instruction set (default: the best one)")
+    parser.add_argument("--threads", metavar="N", help="most threads (default: one for each CPU)")
+    parser.add_argument("--limits", metavar="FILE", help="take rates from this file of manyhead profile --json")
+    parser.add_argument("--plan-only", action="store_true", help="only the plan: nothing is measured or predicted")
+    parser.add_argument(
+        "--run", dest="measure", action="store_true", help="run it as well, and put the times side by side"
+    )
+    parser.add_argument(
+        "--seconds", metavar="S", help=f"time for the runs of each problem (default: {SECONDS:g}; --table: less)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def run(options: argparse.Namespace) -> int:
+    from .. import _measure
+
+    need("rich", "manyhead explain")
+    from ..profiling import show, show_explain
+
+    facts = machine_facts()
+    rows = _rows(options, facts, _measure)
+    if options.plan_only:
+        found = [explain.explain(row, _measure, facts, None) for row in rows]
+    else:
+        found = _predicted(options, rows, facts, _measure)
+    if options.json:
+        print(json.dumps(found if options.table else found[0], indent=2))
+        return 0
+    with show.console() as console:
+        if options.table:
+            show_explain.show_table(console, found)
+        else:
+            show_explain.show_explanation(console, found[0])
+    return 0
+
+
+def _rows(options: argparse.Namespace, facts: dict[str, Any], tools: Any) -> list[cases.Row]:
+    if options.table == (options.problem is not None):
+        raise UserError("expected either a problem line, such as 'f32 b1 h8 q128 kv128 d64', or --table")
+    if options.plan_only:
+        for name, given in (("table", options.table), ("run", options.measure), ("limits", options.limits)):
+            if given:
+                raise UserError(f"--plan-only measures nothing, so --{name} has no meaning with it")
+    dtype = one_of("dtype", options.dtype, cases.ITEM_SIZE)
+    isa = facts["isa"] if options.isa is None else single("--isa", isas_of(options.isa), options.isa)
+    given = options.threads or "all"
+    threads = single("--threads", threads_of(given, facts), given)
+    chosen = cases.preset_cases(["table"]) if options.table else cases.shape_cases([options.problem])
+    return cases.make_rows(chosen, [dtype], [isa], [threads], tools)
+
+
+def _predicted(
+    options: argparse.Namespace, rows: list[cases.Row], facts: dict[str, Any], tools: Any
+) -> list[explain.Explanation]:
+    from ..profiling import show
+
+    available = available_memory()
+    source: explain.RateSource = explain.MeasuredRates(tools, facts, available)
+    if options.limits:
+        source = explain.SavedRates(document.load(options.limits), options.limits)
+    seconds = SECONDS if options.seconds is None else seconds_of(options.seconds)
+    if options.table:
+        with show.progress() as watch:
+            return explain.table(rows, tools, facts, source, available=available, seconds=seconds, watch=watch)
+    if options.measure:
+        row = rows[0]
+        return [explain.measure(row, tools, facts, source, available=available, seconds=seconds, phases=True)]
+    return [explain.explain(rows[0], tools, facts, source)]

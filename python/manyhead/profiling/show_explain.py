@@ -1,0 +1,147 @@
+"""Explanations and their table as text; the console and its tables are those of show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..report import units
+from .explain import HOLDS, Explanation
+from .show import Column, giga, print_table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# Phases, in the order of a call.
+LABELS = {
+    "pack": "Q, K and V into order",
+    "scores": "scores: Q x K",
+    "mask": "masks and biases",
+    "softmax": "softmax",
+    "values": "values: weights x V",
+    "store": "results stored",
+    "merge": "chunks merged",
+    "weights": "second pass",
+    "task": "taking tasks",
+    "call": "the call itself",
+    "read": "reading",
+    "idle": "threads that wait",
+}
+
+
+def show_explanation(console: Console, found: Explanation) -> None:
+    console.print(found["problem"], style="bold")
+    _print_pairs(console, found["words"])
+    predicted, measured = found["predicted"], found["measured"]
+    if predicted:
+        _show_terms(console, found)
+        rates = found["rates"]
+        console.print()
+        time = predicted["seconds"]
+        threads = units.plural(found["threads"], "thread")
+        lines = [
+            (
+                "predicted",
+                f"{units.duration(time)} on {threads}: {giga(found['plan']['flops'] / time)} GFLOP/s, "
+                f"{giga(found['plan']['bytes'] / time)} GB/s",
+            ),
+            ("binds", _limit(predicted["limit"])),
+            (
+                "rates",
+                f"{giga(rates['arithmetic'])} GFLOP/s of multiply-adds, {giga(rates['clock'])} GHz, "
+                f"{giga(rates['read'])} GB/s of reading {units.size(rates['moved'])} again and again "
+                f"({rates['level']})",
+            ),
+        ]
+        if measured:
+            best = f"{units.duration(measured['best'])}, the fastest of {units.plural(measured['runs'], 'run')}"
+            lines.insert(1, ("measured", f"{best}; half of them within {units.duration(measured['median'])}"))
+            lines.insert(2, ("ratio", f"{found['ratio']:.2f} of it was predicted{_verdict(found['ratio'])}"))
+        _print_pairs(console, lines)
+    if found["advice"]:
+        console.print()
+        for sentence in found["advice"]:
+            console.print(sentence)
+
+
+def _print_pairs(console: Console, pairs: Sequence[Sequence[str]]) -> None:
+    from rich.table import Table
+
+    grid = Table.grid(padding=(0, 2))
+    for name, text in pairs:
+        grid.add_row(name, text)
+    console.print(grid)
+
+
+def _limit(limit: str) -> str:
+    if limit.startswith("read"):
+        level = limit.partition(" ")[2]
+        return f"reading from {level if level != 'memory' else 'memory, beyond the caches'}"
+    return {
+        "arithmetic": "the multiply-adds of the two products",
+        "softmax": "the softmax: an exponential for each score",
+        "masks": "masks and biases: passes over the scores",
+        "weights": "the second pass",
+        "overhead": "what is neither products nor softmax: bringing Q, K and V into order, storing, the call",
+    }[limit]
+
+
+def _verdict(ratio: float) -> str:
+    return "" if 1 / (1 + HOLDS) <= ratio <= 1 + HOLDS else f": not within {HOLDS:.0%}"
+
+
+def _show_terms(console: Console, found: Explanation) -> None:
+    terms, total = found["predicted"]["terms"], found["predicted"]["seconds"]
+    phases = found["measured"]["phases"] if found["measured"] else None
+    rows: list[dict[str, Any]] = [
+        {
+            "label": LABELS[key] + (f" from {found['rates']['level']}" if key == "read" else ""),
+            "predicted": terms.get(key),
+            "measured": (phases or {}).get(key),
+        }
+        for key in LABELS
+        if terms.get(key) or (phases or {}).get(key)
+    ]
+    columns = [
+        Column("a thread's time", lambda row: row["label"], left=True),
+        Column("predicted", lambda row: units.duration(row["predicted"])),
+        Column("share", lambda row: units.percent(row["predicted"] and row["predicted"] / total)),
+    ]
+    if phases:
+        columns.append(Column("measured", lambda row: units.duration(row["measured"])))
+    print_table(console, "Where the time goes", columns, rows)
+    console.print(
+        "Reading goes on beside the rest, so shares add up to more than 100%."
+        + (" Measured phases include waiting for what is read." if phases else "")
+    )
+
+
+def show_table(console: Console, found: Sequence[Explanation]) -> None:
+    measured = [row for row in found if row["measured"]]
+    columns = [
+        Column("name", lambda row: row["name"], left=True),
+        Column("predicted", lambda row: units.duration(row["predicted"]["seconds"])),
+        Column("measured", lambda row: units.duration(row["measured"] and row["measured"]["best"])),
+        Column("ratio", lambda row: _ratio(row), style="bold"),
+        Column("binds", lambda row: row["predicted"]["limit"], left=True),
+        Column("threads", lambda row: str(row["threads"]), 1),
+        Column("route", lambda row: row["route"], 2, left=True),
+        Column("problem", lambda row: row["problem"], 3, left=True),
+    ]
+    first = found[0]
+    title = f"Predicted and measured: {first['problem'].split()[0]} on {first['isa']}"
+    print_table(console, title, columns, found)
+    good = [row for row in measured if not _verdict(row["ratio"])]
+    console.print(
+        f"\n{len(good)} of {units.plural(len(measured), 'row')} within {HOLDS:.0%}; * marks the others. "
+        "ratio: predicted over measured, the fastest run."
+    )
+    missing = [row["name"] for row in found if not row["measured"]]
+    if missing:
+        console.print(f"Not run, because their tensors take more than half of the free memory: {', '.join(missing)}.")
+
+
+def _ratio(row: Explanation) -> str:
+    if not row["measured"]:
+        return f"{units.ABSENT} "
+    return f"{row['ratio']:.2f}{'*' if _verdict(row['ratio']) else ' '}"
