@@ -15,7 +15,7 @@ from importlib import import_module
 from .._library import Error
 from .errors import UserError
 
-COMMANDS = ("profile", "compare", "explain", "heads", "info")
+COMMANDS = ("profile", "compare", "explain", "replay", "heads", "info")
 DEFAULT = "info"  # without a command
 
 OK, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ..report import units
 from .cases import Row as PlannedRow
@@ -26,6 +26,7 @@ BAR = 15  # characters
 ONLY_NAMED = 5  # rows that only one file has
 
 Row = dict[str, Any]
+T = TypeVar("T")
 
 
 class Column(NamedTuple):
@@ -147,8 +148,8 @@ def show_profile(console: Console, document: dict[str, Any]) -> None:
     show_notes(console, document)
 
 
-def _grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
-    groups: dict[Any, list[Row]] = {}
+def _grouped(rows: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
+    groups: dict[Any, list[T]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)
     return groups
@@ -274,16 +275,15 @@ def show_notes(console: Console, document: dict[str, Any]) -> None:
             "is multiply-adds or the reading of what a call moves, from where K and V lie; whichever takes longer. "
             "overhead: a call too short for either to explain its time."
         )
-    notes: dict[str, list[str]] = {}
-    for row in rows:
-        if row["note"]:
-            notes.setdefault(row["note"], []).append(row["name"])
-    for skipped in document.get("skipped", []):
-        notes.setdefault(f"left out: {skipped['why']}", []).append(
-            f"{skipped['name']} ({skipped['dtype']}, {units.plural(skipped['threads'], 'thread')})"
+    notes = [(row["note"], row["name"]) for row in rows if row["note"]]
+    notes += [
+        (
+            f"left out: {skipped['why']}",
+            f"{skipped['name']} ({skipped['dtype']}, {units.plural(skipped['threads'], 'thread')})",
         )
-    for note, names in notes.items():
-        console.print(f"{', '.join(dict.fromkeys(names))}: {note}.")
+        for skipped in document.get("skipped", [])
+    ]
+    print_notes(console, notes)
     if not limits.get("clock"):
         return
     clock = limits["clock"]
@@ -293,6 +293,16 @@ def show_notes(console: Console, document: dict[str, Any]) -> None:
         f"A short loop usually took up to {limits['noise']:.0%} longer than in its best moment. "
         f"{units.plural(len(rows), 'row')} in {units.duration(document['seconds'])}."
     )
+    warn_of_noise(console, limits)
+
+
+def print_notes(console: Console, notes: Iterable[tuple[str, str]]) -> None:
+    """Each note once, behind the names of all that it is about."""
+    for note, pairs in _grouped(notes, itemgetter(0)).items():
+        console.print(f"{', '.join(dict.fromkeys(name for _, name in pairs))}: {note}.")
+
+
+def warn_of_noise(console: Console, limits: dict[str, Any]) -> None:
     if limits["noise"] > NOISY or abs(limits["drift"]) > DRIFTED:
         console.print(
             "Warning: the machine was not steady while this ran, so differences of such a size mean nothing. "
