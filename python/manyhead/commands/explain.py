@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 from ..profiling import cases, document, explain
@@ -34,9 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--run", dest="measure", action="store_true", help="run it as well, and put the times side by side"
     )
-    parser.add_argument(
-        "--seconds", metavar="S", help=f"time for the runs of each problem (default: {SECONDS:g}; --table: less)"
-    )
+    parser.add_argument("--seconds", metavar="S", help=f"time for the runs of each problem (default: {SECONDS:g})")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
@@ -46,30 +46,43 @@ def run(options: argparse.Namespace) -> int:
     need("rich", "manyhead explain")
     from ..profiling import show, show_explain
 
+    _check(options)
     facts = machine_facts()
     rows = _rows(options, facts, _measure)
-    if options.plan_only:
-        found = [explain.explain(row, _measure, facts, None) for row in rows]
-    else:
-        found = _predicted(options, rows, facts, _measure)
+    found: list[explain.Explanation] = []
+    interrupted = False
+    try:
+        found.extend(_explained(options, rows, facts, _measure))
+    except KeyboardInterrupt:
+        if not found:
+            raise
+        interrupted = True
     if options.json:
         print(json.dumps(found if options.table else found[0], indent=2))
-        return 0
-    with show.console() as console:
-        if options.table:
-            show_explain.show_table(console, found)
-        else:
-            show_explain.show_explanation(console, found[0])
+    else:
+        with show.console() as console:
+            if options.table:
+                show_explain.show_table(console, found)
+            else:
+                show_explain.show_explanation(console, found[0])
+    if interrupted:
+        print(f"Interrupted: {len(found)} of {len(rows)} rows were done.", file=sys.stderr)
+        return 130
     return 0
 
 
-def _rows(options: argparse.Namespace, facts: dict[str, Any], tools: Any) -> list[cases.Row]:
+def _check(options: argparse.Namespace) -> None:
     if options.table == (options.problem is not None):
         raise UserError("expected either a problem line, such as 'f32 b1 h8 q128 kv128 d64', or --table")
     if options.plan_only:
         for name, given in (("table", options.table), ("run", options.measure), ("limits", options.limits)):
             if given:
                 raise UserError(f"--plan-only measures nothing, so --{name} has no meaning with it")
+    if options.seconds is not None and not (options.measure or options.table):
+        raise UserError("--seconds is the time of runs: give --run or --table as well")
+
+
+def _rows(options: argparse.Namespace, facts: dict[str, Any], tools: Any) -> list[cases.Row]:
     dtype = one_of("dtype", options.dtype, cases.ITEM_SIZE)
     isa = facts["isa"] if options.isa is None else single("--isa", isas_of(options.isa), options.isa)
     given = options.threads or "all"
@@ -78,11 +91,15 @@ def _rows(options: argparse.Namespace, facts: dict[str, Any], tools: Any) -> lis
     return cases.make_rows(chosen, [dtype], [isa], [threads], tools)
 
 
-def _predicted(
+def _explained(
     options: argparse.Namespace, rows: list[cases.Row], facts: dict[str, Any], tools: Any
-) -> list[explain.Explanation]:
+) -> Iterator[explain.Explanation]:
     from ..profiling import show
 
+    row = rows[0]
+    if options.plan_only:
+        yield explain.explain(row, tools, facts, None)
+        return
     available = available_memory()
     source: explain.RateSource = explain.MeasuredRates(tools, facts, available)
     if options.limits:
@@ -90,8 +107,8 @@ def _predicted(
     seconds = SECONDS if options.seconds is None else seconds_of(options.seconds)
     if options.table:
         with show.progress() as watch:
-            return explain.table(rows, tools, facts, source, available=available, seconds=seconds, watch=watch)
-    if options.measure:
-        row = rows[0]
-        return [explain.measure(row, tools, facts, source, available=available, seconds=seconds, phases=True)]
-    return [explain.explain(rows[0], tools, facts, source)]
+            yield from explain.table(rows, tools, facts, source, available=available, seconds=seconds, watch=watch)
+    elif options.measure:
+        yield explain.measure(row, tools, facts, source, available=available, seconds=seconds, phases=True)
+    else:
+        yield explain.explain(row, tools, facts, source)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from typing import Any, Protocol
@@ -196,17 +196,16 @@ def table(
     available: int,
     seconds: float,
     watch: Watch,
-) -> list[Explanation]:
+) -> Iterator[Explanation]:
+    """Each row when it is done, so that an interrupt leaves those before it."""
     watch.plan(len(rows))
-    found = []
     for row in rows:
         watch.now(str(row))
         if too_large(row, available):
-            found.append(explain(row, tools, machine, source))
+            yield explain(row, tools, machine, source)
         else:
-            found.append(measure(row, tools, machine, source, available=available, seconds=seconds, phases=False))
+            yield measure(row, tools, machine, source, available=available, seconds=seconds, phases=False)
         watch.done(1)
-    return found
 
 
 # --- in words ---------------------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ WIDE = Core(
 )  # fmt: skip
 NARROW = Core(
     lanes=32, panel=2, share=0.95, softmax=6.4, pack=6, store=6, widen=2.5, copy=9,
-    dot=0.55, lane_sum=1.5, add=0.5, load=0.55, convert=0.35, decode_softmax=14,
+    dot=0.55, lane_sum=1.5, add=0.5, load=0.55, convert=0.25, decode_softmax=14,
     mask=6.5, bias=8, alibi=6, softcap=12.5, key_mask=5, edge=2.6, second=22,
 )  # fmt: skip
 CORES = {

@@ -55,8 +55,8 @@ def show_explanation(console: Console, found: Explanation) -> None:
         ]
         if measured:
             best = f"{units.duration(measured['best'])}, the fastest of {units.plural(measured['runs'], 'run')}"
-            lines.insert(1, ("measured", f"{best}; half of them within {units.duration(measured['median'])}"))
-            lines.insert(2, ("ratio", f"{found['ratio']:.2f} of it was predicted{_verdict(found['ratio'])}"))
+            lines.insert(1, ("measured", f"{best}; median {units.duration(measured['median'])}"))
+            lines.insert(2, ("ratio", f"{found['ratio']:.2f}, predicted over measured{_verdict(found['ratio'])}"))
         _print_pairs(console, lines)
     if found["advice"]:
         console.print()
