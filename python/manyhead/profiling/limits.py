@@ -58,6 +58,7 @@ class Limits:
         self.levels = levels(machine, available)
         self._arithmetic: dict[tuple[str, str, int], float] = {}
         self._read: dict[tuple[str, int], tuple[int, float]] = {}  # bytes read, rate
+        self._of_size: dict[tuple[int, int], float] = {}  # rates of reading as much as a row keeps
 
     def arithmetic(self, isa: str, dtype: str, threads: int) -> float:
         key = isa, dtype, threads
@@ -76,9 +77,11 @@ class Limits:
     def look(self, isa: str, dtype: str, threads: int, kept: int) -> None:
         """At the limits of a row, while the machine is as it is for that row."""
         self._look_at_arithmetic(isa, dtype, threads)
-        level = self._level(kept, threads)
-        if level.bytes(threads) <= LEAST_MEMORY:
-            self._look_at_reading(level, threads)
+        if not kept or kept > EASY:
+            return
+        # As large as K and V: between two levels, one part of them lies in each.
+        rate = self.tools.read_rate(kept, threads, LOOK)
+        self._of_size[kept, threads] = max(rate, self._of_size.get((kept, threads), 0.0))
 
     def survey(self, isas: Iterable[str], dtypes: Iterable[str], threads: Iterable[int]) -> None:
         """Looks at all of them, in turn."""
@@ -108,7 +111,7 @@ class Limits:
         `moved` bytes; `kept` are those of K and V, which stay in a cache between runs where one is large enough."""
         arithmetic = self.arithmetic(isa, dtype, threads)
         level = self._level(kept, threads)
-        read = self.read(level, threads)
+        read = self._of_size.get((kept, threads)) or self.read(level, threads)
         seconds, limit, rate = max(
             (flops / arithmetic, "arithmetic", arithmetic),
             (moved / read, f"read {level.name}", read),
