@@ -22,7 +22,7 @@
 #include <string>
 #include <vector>
 
-#include "probes.hpp"
+#include "buffer.hpp"
 
 #if MH_WITH_BLAS
 #include <cblas.h>
@@ -179,7 +179,7 @@ struct tensors {
 
   std::string name;
   int32_t dtype;
-  probes::buffer q, k, v, out;
+  buffer q, k, v, out;
 };
 
 // Rows follow each other by workload, so its arrays are made once and kept for the next row.
@@ -232,12 +232,18 @@ double check(const workload& w, const tensors& t) {
 // Runs the benchmark loop between two looks at what the machine can do now, and reports the rates and their shares.
 // `bytes` is what a call must read.
 template <class Run>
-void measure(benchmark::State& state, double bytes, std::string_view isa, int32_t dtype, int threads, double flops,
+void measure(benchmark::State& state, double bytes, const char* isa, int32_t dtype, int threads, double flops,
              Run run) {
-  const auto fma_now = [&] {  // half as many doubles as floats fit a vector
-    return probes::fma_rate(isa, threads, probe_seconds) / (dtype == MH_DTYPE_F64 ? 2 : 1);
+  const auto fma_now = [&] {  // what is stored in 16 bits is compared with f32 too
+    double rate = 0;
+    mh_probe_arithmetic(isa, dtype == MH_DTYPE_F64 ? dtype : MH_DTYPE_F32, threads, probe_seconds, &rate);
+    return rate;
   };
-  const auto read_now = [&] { return probes::read_rate(static_cast<std::size_t>(bytes), threads, probe_seconds); };
+  const auto read_now = [&] {
+    double rate = 0;
+    mh_probe_read(nullptr, static_cast<std::size_t>(bytes), threads, probe_seconds, &rate);
+    return rate;
+  };
   double fma = fma_now(), read = read_now();
   const auto start = std::chrono::steady_clock::now();
   for (auto _ : state) run();
@@ -293,7 +299,7 @@ void run_attention(benchmark::State& state, const row& r, int threads) {
       return state.SkipWithError(("wrong result: beyond the tolerance by " + std::to_string(excess)).c_str());
     checked = key;
   }
-  measure(state, kv_bytes(r.w, r.dtype), r.isa, r.dtype, threads, r.w.flops(),
+  measure(state, kv_bytes(r.w, r.dtype), r.isa.c_str(), r.dtype, threads, r.w.flops(),
           [&] { benchmark::DoNotOptimize(mh_plan_run(r.plan.get(), &pointers, &exec)); });
 }
 
@@ -301,12 +307,12 @@ void run_attention(benchmark::State& state, const row& r, int threads) {
 void run_bare_products(benchmark::State& state, const workload& w) {
   openblas_set_num_threads(1);
   tensors& t = tensors_of(w, MH_DTYPE_F32);
-  probes::buffer scores(static_cast<std::size_t>(w.q_len * w.kv_len) * sizeof(float));
-  const auto floats = [](const probes::buffer& b) { return reinterpret_cast<float*>(b.data()); };
+  buffer scores(static_cast<std::size_t>(w.q_len * w.kv_len) * sizeof(float));
+  const auto floats = [](const buffer& b) { return reinterpret_cast<float*>(b.data()); };
   const int rows = static_cast<int>(w.q_len), keys = static_cast<int>(w.kv_len), dim = static_cast<int>(w.head_dim);
   // Causal rows compute the whole products, so all of it counts.
   const double flops = 4.0 * static_cast<double>(w.q_size()) * static_cast<double>(w.kv_len);
-  measure(state, kv_bytes(w, MH_DTYPE_F32), probes::best_isa(), MH_DTYPE_F32, 1, flops, [&] {
+  measure(state, kv_bytes(w, MH_DTYPE_F32), nullptr, MH_DTYPE_F32, 1, flops, [&] {
     for (int64_t head = 0; head < w.batch * w.heads; ++head) {
       const int64_t kv_head = head / w.heads * w.kv_heads + head % w.heads / (w.heads / w.kv_heads);
       const float* q = floats(t.q) + head * w.q_len * w.head_dim;
@@ -347,7 +353,7 @@ struct layer_arrays {
         : memory(static_cast<std::size_t>(n) * sizeof(float)), count(static_cast<std::size_t>(n)) {}
     float* data() const { return reinterpret_cast<float*>(const_cast<std::byte*>(memory.data())); }
     std::span<float> values() const { return {data(), count}; }
-    probes::buffer memory;
+    buffer memory;
     std::size_t count;
   };
 
@@ -460,7 +466,7 @@ void run_bare_layer(benchmark::State& state, const layer_size& l) {
     }
   };
   const double flops = 8.0 * static_cast<double>(l.x_size() * l.width);
-  measure(state, l.weight_bytes(), probes::best_isa(), MH_DTYPE_F32, 1, flops, [&] {
+  measure(state, l.weight_bytes(), nullptr, MH_DTYPE_F32, 1, flops, [&] {
     multiply(3 * n, a.x.data(), a.w_in.data(), projected.data());
     multiply(n, a.x.data(), a.w_out.data(), a.out.data());
   });

@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "alternate.hpp"
+#include "buffer.hpp"
 #include "plain.hpp"
-#include "probes.hpp"
 
 namespace {
 
@@ -122,14 +122,14 @@ std::string text_of(const plain::shape& s) {
 }
 
 result measure(const plain::shape& s, const options& o) {
-  const auto floats = [](int64_t n) { return probes::buffer(static_cast<std::size_t>(n) * sizeof(float)); };
-  const auto data = [](probes::buffer& b) { return reinterpret_cast<float*>(b.data()); };
+  const auto floats = [](int64_t n) { return buffer(static_cast<std::size_t>(n) * sizeof(float)); };
+  const auto data = [](buffer& b) { return reinterpret_cast<float*>(b.data()); };
   const int64_t q_size = s.batch * s.heads * s.q_len * s.head_dim, kv_size = q_size / s.q_len * s.kv_len;
-  probes::buffer q = floats(q_size), k = floats(kv_size), v = floats(kv_size), ours = floats(q_size),
-                 theirs = floats(q_size), scores = floats(plain::scores_needed(s, o.threads));
+  buffer q = floats(q_size), k = floats(kv_size), v = floats(kv_size), ours = floats(q_size), theirs = floats(q_size),
+         scores = floats(plain::scores_needed(s, o.threads));
   std::minstd_rand bits(1);
   std::normal_distribution<float> normal;
-  for (probes::buffer* x : {&q, &k, &v})
+  for (buffer* x : {&q, &k, &v})
     for (std::size_t i = 0; i < x->size() / sizeof(float); ++i) data(*x)[i] = normal(bits);
 
   const mh_problem problem = problem_of(s);

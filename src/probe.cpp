@@ -2,6 +2,7 @@
 #include "probe.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <barrier>
 #include <chrono>
 #include <cstring>
@@ -20,8 +21,8 @@ using steady = std::chrono::steady_clock;
 double seconds_since(steady::time_point start) { return std::chrono::duration<double>(steady::now() - start).count(); }
 
 // Results go here, so that no compiler leaves out what computes them.
-volatile double number_sink;
-volatile uint64_t word_sink;
+std::atomic<double> number_sink;
+std::atomic<uint64_t> word_sink;
 
 // The sum of the rates of all threads; each makes a `work` of its own, which does `amount` a call, until its time is over.
 template <class MakeWork>
@@ -53,8 +54,9 @@ double total_rate(int32_t threads, double amount, double seconds, MakeWork make_
 double arithmetic_rate(const kernel_table& table, int32_t dtype, int32_t threads, double seconds) {
   const dtype_kernels& kernels = table.dtype[dtype];
   const int64_t turns = std::max<int64_t>(1, (int64_t{1} << 21) / kernels.flops_of_turn);  // some 10 microseconds
-  return total_rate(threads, static_cast<double>(turns * kernels.flops_of_turn), seconds,
-                    [&] { return [&kernels, turns] { number_sink = kernels.arithmetic(turns); }; });
+  return total_rate(threads, static_cast<double>(turns * kernels.flops_of_turn), seconds, [&] {
+    return [&kernels, turns] { number_sink.store(kernels.arithmetic(turns), std::memory_order_relaxed); };
+  });
 }
 
 double read_rate(const kernel_table& table, int64_t bytes, int32_t threads, double seconds) {
@@ -67,7 +69,7 @@ double read_rate(const kernel_table& table, int64_t bytes, int32_t threads, doub
     std::shared_ptr<void> memory(allocate(static_cast<size_t>(part)), release);
     std::memset(memory.get(), 1, static_cast<size_t>(part));
     return [&table, part, repeats, memory] {
-      for (int64_t i = 0; i < repeats; ++i) word_sink = table.read(memory.get(), part);
+      for (int64_t i = 0; i < repeats; ++i) word_sink.store(table.read(memory.get(), part), std::memory_order_relaxed);
     };
   });
 }
@@ -91,7 +93,7 @@ double clock_rate(double seconds) {
                      : "r"(one));
 #undef MH_ADD
       }
-      word_sink = sum;
+      word_sink.store(sum, std::memory_order_relaxed);
     };
   });
 }

@@ -229,3 +229,23 @@ TEST_CASE("plans and layers move, and C structs get their defaults") {
   weights.heads = 3;
   CHECK(has(thrown_by([&] { manyhead::layer bad(weights); }), "heads"));
 }
+
+TEST_CASE("lines and profiles") {
+  const mh_problem problem = manyhead::parse_problem("f32 b2 h4/2 q3 kv5 d8");
+  CHECK((problem.kv_heads == 2 && problem.kv_len == 5));
+  CHECK(manyhead::plan(problem).describe().starts_with("f32 b2 h4/2 q3 kv5 d8: attention/f32/"));
+  CHECK(has(thrown_by([] { manyhead::parse_problem("f32 b2 h4/2 q3 kv5 e8"); }), "e8"));
+
+  arrays x;
+  {
+    manyhead::profile profile;
+    manyhead::attention(x.arguments());
+    CHECK(has(thrown_by([] { manyhead::profile second; }), "a profile is running"));
+    CHECK(profile.end().find("\"seconds\"") != std::string::npos);
+    CHECK(profile.end(MH_PROFILE_TRACE).find("\"traceEvents\"") != std::string::npos);
+  }
+  {
+    const manyhead::profile dropped;
+  }
+  const manyhead::profile again;
+}

@@ -229,6 +229,23 @@ inline mh_exec with_threads(int32_t threads) noexcept {
   return exec;
 }
 
+// The whole text of a function of manyhead.h that fills a buffer as snprintf does: write(buffer, size, &needed).
+template <typename Write>
+std::string text_of(Write write) {
+  size_t needed = 0;
+  check(write(nullptr, 0, &needed));
+  std::string text(needed - 1, ' ');
+  check(write(text.data(), needed, &needed));
+  return text;
+}
+
+// "f32 b1 h8 q128 kv128 d64 causal" as a problem (mh_problem_parse).
+inline mh_problem parse_problem(const std::string& line) {
+  mh_problem problem;
+  check(mh_problem_parse(line.c_str(), &problem, nullptr));
+  return problem;
+}
+
 class plan {
  public:
   explicit plan(const mh_problem& problem) : problem_(problem) {
@@ -256,11 +273,9 @@ class plan {
   size_t workspace_size(int32_t threads = 0) const noexcept { return mh_plan_workspace_size(plan_.get(), threads); }
 
   std::string describe(mh_format format = MH_FORMAT_LINE) const {
-    size_t needed = 0;
-    check(mh_plan_describe(plan_.get(), format, nullptr, 0, &needed));
-    std::string text(needed - 1, ' ');
-    check(mh_plan_describe(plan_.get(), format, text.data(), needed, nullptr));
-    return text;
+    return text_of([&](char* text, size_t size, size_t* needed) {
+      return mh_plan_describe(plan_.get(), format, text, size, needed);
+    });
   }
 
   mh_plan* get() const noexcept { return plan_.get(); }
@@ -292,6 +307,30 @@ class layer {
 
  private:
   std::unique_ptr<mh_mha, destroyer<mh_mha_destroy>> mha_;
+};
+
+// Profiles all calls of the process while it lives, or until end(). One at a time.
+class profile {
+ public:
+  explicit profile(const mh_profile_options& options = make<mh_profile_options>()) {
+    check(mh_profile_begin(&options));
+  }
+  ~profile() {
+    if (running_) mh_profile_end();
+  }
+  profile(const profile&) = delete;
+  profile& operator=(const profile&) = delete;
+
+  // Ends it, the first time, and returns it as text.
+  std::string end(mh_profile_format format = MH_PROFILE_SUMMARY) {
+    if (running_) check(mh_profile_end());
+    running_ = false;
+    return text_of(
+        [&](char* text, size_t size, size_t* needed) { return mh_profile_describe(format, text, size, needed); });
+  }
+
+ private:
+  bool running_ = true;
 };
 
 }  // namespace cpp

@@ -42,13 +42,11 @@ class MeasuredRates:
         self.limits = Limits(tools, machine, available, LOOKS // 2)
         self.l2_bytes = machine["l2_bytes"]
         self.clock = 0.0
-        self.reads: dict[tuple[int, int], float] = {}
 
     def look(self, planned: Planned) -> None:
         self.limits.look_at_arithmetic(planned.isa, unit_of(planned), planned.threads)
         self.clock = max(self.clock, self.tools.clock_rate(LOOK / 4))
-        key = self._read_key(planned)
-        self.reads[key] = max(self.reads.get(key, 0.0), self.tools.read_rate(*key, LOOK))
+        self.limits.look_at_size(*self._read_key(planned))
 
     def _read_key(self, planned: Planned) -> tuple[int, int]:
         """Bytes and threads: as many bytes as the call moves, since caches that neighbours share have no sharp end."""
@@ -59,11 +57,13 @@ class MeasuredRates:
 
     def rates(self, planned: Planned) -> Rates:
         key = self._read_key(planned)
-        if key not in self.reads:
+        if not self.limits.of_size(*key):
             for _ in range(LOOKS if key[0] <= EASY else 3):
                 self.look(planned)
         arithmetic = self.limits.arithmetic(planned.isa, unit_of(planned), planned.threads)
-        return Rates(arithmetic, self.clock, self._moved(planned), self.reads[key], self.limits.level(*key).name)
+        return Rates(
+            arithmetic, self.clock, self._moved(planned), self.limits.of_size(*key), self.limits.level(*key).name
+        )
 
 
 class SavedRates:

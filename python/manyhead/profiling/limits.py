@@ -58,6 +58,7 @@ class Limits:
         self.levels = levels(machine, available)
         self._arithmetic: dict[tuple[str, str, int], float] = {}
         self._read: dict[tuple[str, int], tuple[int, float]] = {}  # bytes read, rate
+        self._of_size: dict[tuple[int, int], float] = {}  # rates of reading as much as a row keeps
 
     def arithmetic(self, isa: str, dtype: str, threads: int) -> float:
         key = isa, dtype, threads
@@ -76,9 +77,8 @@ class Limits:
     def look(self, isa: str, dtype: str, threads: int, kept: int) -> None:
         """At the limits of a row, while the machine is as it is for that row."""
         self.look_at_arithmetic(isa, dtype, threads)
-        level = self.level(kept, threads)
-        if level.bytes(threads) <= LEAST_MEMORY:
-            self._look_at_reading(level, threads)
+        if kept and kept <= EASY:
+            self.look_at_size(kept, threads)
 
     def survey(self, isas: Iterable[str], dtypes: Iterable[str], threads: Iterable[int]) -> None:
         """Looks at all of them, in turn."""
@@ -96,6 +96,15 @@ class Limits:
         rate = self.tools.arithmetic_rate(isa, dtype, threads, LOOK)
         self._arithmetic[key] = max(rate, self._arithmetic.get(key, 0.0))
 
+    def look_at_size(self, size: int, threads: int) -> None:
+        """At reading just so much: between two levels, one part of it lies in each."""
+        rate = self.tools.read_rate(size, threads, LOOK)
+        self._of_size[size, threads] = max(rate, self.of_size(size, threads))
+
+    def of_size(self, size: int, threads: int) -> float:
+        """0 where nobody has looked."""
+        return self._of_size.get((size, threads), 0.0)
+
     def _look_at_reading(self, level: Level, threads: int) -> None:
         size, key = level.bytes(threads), (level.name, threads)
         rate = self.tools.read_rate(size, threads, LOOK)
@@ -108,7 +117,7 @@ class Limits:
         `moved` bytes; `kept` are those of K and V, which stay in a cache between runs where one is large enough."""
         arithmetic = self.arithmetic(isa, dtype, threads)
         level = self.level(kept, threads)
-        read = self.read(level, threads)
+        read = self.of_size(kept, threads) or self.read(level, threads)
         seconds, limit, rate = max(
             (flops / arithmetic, "arithmetic", arithmetic),
             (moved / read, f"read {level.name}", read),
