@@ -28,6 +28,7 @@ LOGGED = re.compile(rf"^{PREFIX}|{PREFIX}(?=#|(?:{'|'.join(ITEM_SIZE)}) )")
 UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 TIME = re.compile(r"(\d+(?:\.\d+)?(?:e[-+]?\d+)?) ?(ns|us|ms|s)\b")
 THREADS = re.compile(r"(\d+) threads?\b")
+LOST = re.compile(r"(?<!\S)(?:strided|extra=\d+)(?!\S)")  # what is read, and left out where the library writes the line
 WAY = re.compile(r"\b(\w+)@(\w+)")
 
 
@@ -52,8 +53,10 @@ class Log:
     others: Mapping[str, int]  # lines that cannot be replayed: layers, merges
     files: list[str]
 
+    left_out: Sequence[Calls] = ()
+
     def top(self, number: int) -> Log:
-        return replace(self, calls=self.calls[:number])
+        return replace(self, calls=self.calls[:number], left_out=self.calls[number:])
 
 
 def read_log(texts: Iterable[tuple[str, str]], tools: Instruments) -> Log:
@@ -71,7 +74,7 @@ def read_log(texts: Iterable[tuple[str, str]], tools: Instruments) -> Log:
                 continue
             if problem not in problems:
                 read_problem(problem, tools, f"{name}:{number}: ")
-                problems[problem] = tools.Planned(problem).line
+                problems[problem] = " ".join([tools.Planned(problem).line, *LOST.findall(problem)])
             threads = THREADS.search(comment)
             key = problems[problem], int(threads[1]) if threads else None
             calls = found.setdefault(key, Calls(*key))
@@ -123,7 +126,7 @@ class Replay:
         self.sweep.run(watch)
 
     def document(self) -> dict[str, Any]:
-        total = sum(calls.total for calls in self.log.calls)
+        total = sum(calls.total for calls in [*self.log.calls, *self.log.left_out])
         rows = [
             self._row(calls, measured, total) for calls, measured in zip(self.log.calls, self.sweep.rows, strict=True)
         ]
@@ -132,7 +135,7 @@ class Replay:
         both = [row for row in rows if row["now"] and row["logged"]]
         return {
             "files": self.log.files,
-            "calls": sum(calls.count for calls in self.log.calls),
+            "calls": sum(calls.count for calls in [*self.log.calls, *self.log.left_out]),
             "logged": total or None,
             # Of the rows that have both times.
             "compared": sum(row["logged"]["total"] for row in both) if both else None,
@@ -169,7 +172,7 @@ class Replay:
 
 
 def _notes(calls: Calls, measured: Measured) -> list[str]:
-    words = set(calls.problem.split()) | {word.partition("=")[0] for word in calls.problem.split()}
+    words = {word.partition("=")[0] for word in calls.problem.split()}
     said = []
     if "strided" in words:
         said.append("the log does not say how its tensors lay in memory: replayed without gaps")

@@ -54,13 +54,16 @@ def _attention(kind: str) -> str:
 
 
 def _total(document: dict[str, Any]) -> str:
-    calls = units.plural(document["calls"], "call")
-    text = f"{calls} of {units.plural(len(document['rows']), 'problem')}"
+    text = f"{units.plural(document['calls'], 'call')} in the log"
+    replayed = sum(row["calls"] for row in document["rows"] if row["now"])
+    if replayed < document["calls"]:
+        text += f", {replayed:,} of them replayed"
     if not document["logged"]:
-        return f"{text}; the log has no times."
+        return f"{text}; it has no times."
     text += f": {units.duration(document['logged'])} as logged"
     if not document["compared"]:
-        return f"{text}, none replayed."
-    part = "" if document["compared"] == document["logged"] else f" for {units.duration(document['compared'])} of it"
+        return f"{text}."
+    if document["compared"] < 0.9999 * document["logged"]:
+        text += f", {units.duration(document['compared'])} without what was not replayed"
     ratio = document["compared"] / document["replayed"]
-    return f"{text}, {units.duration(document['replayed'])} replayed{part}: ratio {ratio:.2f}."
+    return f"{text}, {units.duration(document['replayed'])} now: ratio {ratio:.2f}."
