@@ -39,10 +39,13 @@ class ProblemLineError(ValueError):
 def parse_problem(line: str) -> _abi.Problem:
     """The problem that a line such as "f32 b1 h8 q128 kv128 d64 causal" stands for. Raises ProblemLineError."""
     problem, column = _abi.Problem(), c_size_t()
-    if lib.mh_problem_parse(line.encode(), byref(problem), byref(column)):
+    data = line.encode(errors="replace")  # arguments that are no text come with halves of characters
+    if 0 in data:
+        at = line.index("\0")
+        raise ProblemLineError(f"the line holds a character 0 (column {at + 1})", line, at)
+    if lib.mh_problem_parse(data, byref(problem), byref(column)):
         text = lib.mh_last_error().decode(errors="replace")
-        at = len(line.encode()[: column.value].decode(errors="replace"))
-        raise ProblemLineError(text, line, at)
+        raise ProblemLineError(text, line, len(data[: column.value].decode(errors="replace")))
     return problem
 
 
