@@ -33,19 +33,19 @@ class ProblemLineError(ValueError):
 
     def pointed(self) -> str:
         """The line, and under it a mark at the column."""
-        return f"{self.line}\n{' ' * self.column}^"
+        before = "".join(c if c == "\t" else " " for c in self.line[: self.column])
+        return f"{self.line}\n{before}^"
 
 
 def parse_problem(line: str) -> _abi.Problem:
     """The problem that a line such as "f32 b1 h8 q128 kv128 d64 causal" stands for. Raises ProblemLineError."""
-    problem, column = _abi.Problem(), c_size_t()
-    data = line.encode(errors="replace")  # arguments that are no text come with halves of characters
-    if 0 in data:
-        at = line.index("\0")
-        raise ProblemLineError(f"the line holds a character 0 (column {at + 1})", line, at)
-    if lib.mh_problem_parse(data, byref(problem), byref(column)):
+    if "\0" in line:
+        raise ProblemLineError("a problem has no character of code 0", line, line.index("\0"))
+    problem, column = _abi.Problem(struct_size=sizeof(_abi.Problem)), c_size_t()
+    bytes_of_line = line.encode(errors="surrogateescape")
+    if lib.mh_problem_parse(bytes_of_line, byref(problem), byref(column)):
         text = lib.mh_last_error().decode(errors="replace")
-        raise ProblemLineError(text, line, len(data[: column.value].decode(errors="replace")))
+        raise ProblemLineError(text, line, len(bytes_of_line[: column.value].decode(errors="surrogateescape")))
     return problem
 
 

@@ -316,7 +316,7 @@ def test_columns_behind_other_letters_are_those_of_the_text(before):
 
 def test_strange_text():
     assert parse_problem("f32\tb1  h2 q3\nkv4 d5\r\n").heads == 2
-    for line, column in (("\udcff b1", 0), ("f32 \ud800", 4), ("f32 b1 h2 q3 kv4 d5\0 and more", 19)):
+    for line, column in (("\udcff b1", 0), ("f32 b1 h2 q3 kv4 d5\0 and more", 19)):
         with pytest.raises(ProblemLineError) as error:
             parse_problem(line)
         assert error.value.column == column

@@ -58,7 +58,8 @@ class MeasuredRates:
     def rates(self, planned: Planned) -> Rates:
         key = self._read_key(planned)
         if not self.limits.of_size(*key):
-            for _ in range(LOOKS if key[0] <= EASY else 3):
+            # Memory is filled before it is read: large parts of it less often.
+            for _ in range(max(3, min(LOOKS, LOOKS * EASY // (4 * key[0])))):
                 self.look(planned)
         arithmetic = self.limits.arithmetic(planned.isa, unit_of(planned), planned.threads)
         return Rates(
@@ -180,9 +181,10 @@ def measure(
     }
     if phases:
         profiled = workload.phases()
-        # A profiled run takes a little longer; of a call's threads, each has its part.
-        part = found["measured"]["best"] / profiled["seconds"] / profiled["threads"]
-        found["measured"]["phases"] = {name: spent * part for name, spent in profiled["phases"].items()}
+        if profiled["phases"]:
+            # A profiled run takes a little longer; of a call's threads, each has its part.
+            part = found["measured"]["best"] / profiled["seconds"] / profiled["threads"]
+            found["measured"]["phases"] = {name: spent * part for name, spent in profiled["phases"].items()}
     found["ratio"] = found["predicted"]["seconds"] / found["measured"]["best"]
     return found
 

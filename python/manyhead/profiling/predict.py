@@ -62,7 +62,7 @@ WIDE = Core(
 )  # fmt: skip
 NARROW = Core(
     lanes=32, panel=2, share=0.95, softmax=6.4, pack=6, store=6, widen=2.5, copy=9,
-    dot=0.55, lane_sum=1.5, add=0.5, load=0.55, convert=0.25, decode_softmax=14,
+    dot=0.6, lane_sum=1.5, add=0.58, load=0.55, convert=0.25, decode_softmax=14,
     mask=6.5, bias=8, alibi=6, softcap=12.5, key_mask=5, edge=2.6, second=22,
 )  # fmt: skip
 CORES = {
@@ -77,11 +77,11 @@ GUESSED = ("sse2", "neon")  # hardly measured, not at all
 # Matrix route: 32 rows and 32 keys at a time. Its products run at the unit's rate; cycles of a vector are for what it
 # does not do.
 UNIT = 32
-UNIT_KEPT = 2.3  # scores leave the unit through memory
-UNIT_ADDED = 3.2  # results go into it and out again for each tile of keys
-UNIT_SOFTMAX = 14.3  # also splits each weight in two, as exact as the products need
-UNIT_PACK = 8.0  # Q, K, V into the unit's order, V transposed; mostly waiting for L2, which nobody asks ahead
-UNIT_STORE = 16.0  # like `store`, but the result is in a cache further away
+UNIT_KEPT = 3.0  # scores leave the unit through memory
+UNIT_ADDED = 3.6  # results go into it and out again for each tile of keys
+UNIT_SOFTMAX = 15.0  # also splits each weight in two, as exact as the products need
+UNIT_PACK = 9.0  # Q, K, V into the unit's order, V transposed; mostly waiting for L2, which nobody asks ahead
+UNIT_STORE = 18.0  # like `store`, but the result is in a cache further away
 UNIT_PARTS = {"bf16": (1, 2), "f16": (4, 3)}  # products for a score and for a value: exactness takes several
 
 # Whatever the core, in cycles.
