@@ -363,6 +363,7 @@ def test_limits_of_a_file(fake, capsys, monkeypatch):
     document.save(made, Path("a.json"))
     status, out, _ = command(capsys, PREFILL, "--threads", "1", "--limits", "a.json")
     assert status == 0 and "rates      50.0 GFLOP/s of multiply-adds, 2.00 GHz, 10.0 GB/s" in out
+    assert "of a.json: A CPU" in " ".join(out.split())
     status, _, err = command(capsys, PREFILL.replace("f32", "f64"), "--limits", "a.json")
     assert status == 2 and f"a.json has no limits for f64 on {manyhead.isa()}: measure that with" in err
 

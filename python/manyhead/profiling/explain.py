@@ -28,6 +28,8 @@ Explanation = dict[str, Any]
 
 
 class RateSource(Protocol):
+    origin: str
+
     def look(self, planned: Planned) -> None:
         """Once more at the rates of a plan, while the machine is as it is."""
 
@@ -36,6 +38,8 @@ class RateSource(Protocol):
 
 class MeasuredRates:
     """Looked at again and again: the highest counts, because what else runs on a machine can only lower them."""
+
+    origin = "measured now"
 
     def __init__(self, tools: Instruments, machine: Mapping[str, Any], available: int) -> None:
         self.tools = tools
@@ -74,6 +78,7 @@ class SavedRates:
         self.machine: Mapping[str, Any] = document["machine"]
         self.limits = document["limits"]
         self.path = path
+        self.origin = f"of {path}: {self.machine.get('cpu', 'an unknown CPU')}"
 
     def look(self, planned: Planned) -> None:
         pass
@@ -147,7 +152,7 @@ def explain(row: Row, tools: Instruments, machine: Mapping[str, Any], source: Ra
 def _add_prediction(found: Explanation, planned: Planned, machine: Mapping[str, Any], source: RateSource) -> None:
     rates = source.rates(planned)
     prediction = predict(planned, rates)
-    found["rates"] = asdict(rates)
+    found["rates"] = asdict(rates) | {"origin": source.origin}
     found["predicted"] = asdict(prediction)
     found["advice"] = _advice_of_time(prediction.terms, prediction.limit, planned, machine) + found["advice"]
 

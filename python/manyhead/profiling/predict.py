@@ -54,7 +54,7 @@ class Core(NamedTuple):
     second: float  # the weights again, and stored or added up
 
 
-# Measured on a server core with both (AVX-512: 5th generation Xeon), profiles of single phases, in cache.
+# Measured in cache on the server core of docs/performance.md, phase by phase in profiles, with AVX-512 and with AVX2.
 WIDE = Core(
     lanes=64, panel=3, share=0.86, softmax=8.5, pack=10, store=12, widen=3, copy=12,
     dot=0.55, lane_sum=2.2, add=0.6, load=0.9, convert=0, decode_softmax=20,

@@ -50,7 +50,7 @@ def show_explanation(console: Console, found: Explanation) -> None:
                 "rates",
                 f"{giga(rates['arithmetic'])} GFLOP/s of multiply-adds, {giga(rates['clock'])} GHz, "
                 f"{giga(rates['read'])} GB/s of reading {units.size(rates['moved'])} again and again "
-                f"({rates['level']})",
+                f"({rates['level']}); {rates['origin']}",
             ),
         ]
         if measured:
