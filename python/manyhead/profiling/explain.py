@@ -300,7 +300,7 @@ def _advice_of_time(terms: Mapping[str, float], limit: str, planned: Planned, ma
     """What would make it faster, as far as the largest terms tell."""
     said = []
     prefill = planned.route != "decode" and not planned.plan["second_pass"]
-    if prefill and limit == "arithmetic" and planned.dtype in ("f32", "f64") and machine["isas"].get("amx"):
+    if prefill and limit == "arithmetic" and planned.dtype == "f32" and machine["isas"].get("amx"):
         said.append("bf16 or f16 would run on the matrix unit of this CPU, with isa amx.")
     if limit.startswith("read") and planned.dtype in ("f32", "f64"):
         said.append("It waits for memory: K and V in bf16 or f16 are fewer bytes.")
