@@ -32,16 +32,19 @@ class ProblemLineError(ValueError):
 
     def pointed(self) -> str:
         """The line, and under it a mark at the column."""
-        return f"{self.line}\n{' ' * self.column}^"
+        before = "".join(c if c == "\t" else " " for c in self.line[: self.column])
+        return f"{self.line}\n{before}^"
 
 
 def parse_problem(line: str) -> _abi.Problem:
     """The problem that a line such as "f32 b1 h8 q128 kv128 d64 causal" stands for. Raises ProblemLineError."""
-    problem, column = _abi.Problem(), c_size_t()
-    if lib.mh_problem_parse(line.encode(), byref(problem), byref(column)):
+    if "\0" in line:
+        raise ProblemLineError("a problem has no character of code 0", line, line.index("\0"))
+    problem, column = _abi.Problem(struct_size=sizeof(_abi.Problem)), c_size_t()
+    bytes_of_line = line.encode(errors="surrogateescape")
+    if lib.mh_problem_parse(bytes_of_line, byref(problem), byref(column)):
         text = lib.mh_last_error().decode(errors="replace")
-        at = len(line.encode()[: column.value].decode(errors="replace"))
-        raise ProblemLineError(text, line, at)
+        raise ProblemLineError(text, line, len(bytes_of_line[: column.value].decode(errors="surrogateescape")))
     return problem
 
 
@@ -117,6 +120,8 @@ class Workload:
         """Some profiled runs: their mean seconds, threads, phases in seconds of all threads, and counters."""
         summary = self._profiled(int(np.clip(0.05 / max(self.measure(0.0, 1)[0], 1e-6), 3, 64)))
         calls = [call for call in summary["calls"] if call["phases"] is not None]
+        if not calls:  # more threads than a profile has room for
+            return {"seconds": None, "threads": None, "phases": None, "counters": None, "counters_note": None}
         best = min(call["seconds"] for call in calls)
         calls = [call for call in calls if call["seconds"] <= 2 * best]  # others were interrupted
         counters: dict[str, float] = {}
