@@ -61,7 +61,13 @@ double total_rate(int32_t threads, double amount, double seconds, MakeWork make_
 
 double arithmetic_rate(const kernel_table& table, int32_t dtype, int32_t threads, double seconds) {
   const dtype_kernels& kernels = table.dtype[dtype];
-  const int64_t turns = std::max<int64_t>(1, (int64_t{1} << 21) / kernels.flops_of_turn);  // some 10 microseconds
+  // As many turns as take some 10 microseconds: what a call does besides, and a look at the clock, count for nothing then.
+  int64_t turns = 64;
+  for (double elapsed = 0; elapsed < 1e-5; turns *= 2) {
+    const auto begin = steady::now();
+    number_sink.store(kernels.arithmetic(turns), std::memory_order_relaxed);
+    elapsed = seconds_since(begin);
+  }
   return total_rate(threads, static_cast<double>(turns * kernels.flops_of_turn), seconds, [&](int32_t) {
     return [&kernels, turns] { number_sink.store(kernels.arithmetic(turns), std::memory_order_relaxed); };
   });
