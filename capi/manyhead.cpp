@@ -17,6 +17,7 @@
 #include "merge.hpp"
 #include "mha.hpp"
 #include "plan.hpp"
+#include "pool.hpp"
 #include "probe.hpp"
 #include "problem.hpp"
 #include "problem_line.hpp"
@@ -32,6 +33,7 @@ namespace {
 
 using manyhead::check_at_least;
 using manyhead::check_zero;
+using manyhead::fail;
 using manyhead::invalid;
 using manyhead::read_struct;
 
@@ -83,9 +85,12 @@ manyhead::plan make_plan(const mh_problem* problem) {
 mh_exec read_exec(const mh_exec* user) {
   mh_exec exec = {};
   exec.struct_size = sizeof exec;
+  exec.threads = manyhead::wanted_threads(0);
   if (user == nullptr) return exec;
   exec = read_struct(user, offsetof(mh_exec, parallel_for), "exec");
   check_at_least("exec.threads", exec.threads, 0);
+  // Asked once a call: the cap may change while it runs.
+  exec.threads = manyhead::wanted_threads(exec.threads);
   check_zero("exec.reserved0", exec.reserved0);
   if (exec.parallel_for == nullptr && exec.parallel_ctx != nullptr) {
     invalid("exec.parallel_for is NULL, must be a function where parallel_ctx is not NULL");
@@ -122,6 +127,19 @@ std::string quoted(const std::string& text) {
     result += static_cast<unsigned char>(c) < ' ' ? ' ' : c;
   }
   return result + "\"";
+}
+
+// Fills in a struct that may be of another version of the header, as its struct_size says.
+void write_problem(const mh_problem& from, mh_problem& to) {
+  const size_t room = to.struct_size, least = offsetof(mh_problem, q_strides);
+  if (room < least) invalid("problem.struct_size is ", room, ", must be set to sizeof(mh_problem)");
+  mh_problem all = from;
+  all.struct_size = std::min(room, sizeof all);
+  const auto* bytes = reinterpret_cast<const unsigned char*>(&from);
+  if (std::any_of(bytes + all.struct_size, bytes + sizeof all, [](unsigned char byte) { return byte != 0; })) {
+    fail(MH_UNSUPPORTED, "the line needs fields that problem, of struct_size ", room, ", lacks");
+  }
+  std::memcpy(&to, &all, all.struct_size);
 }
 
 // The tables of a probe: NULL or "" means the one in use.
@@ -278,7 +296,7 @@ mh_status mh_problem_parse(const char* line, mh_problem* problem, size_t* column
     if (line == nullptr) invalid("line is NULL");
     if (problem == nullptr) invalid("problem is NULL");
     try {
-      *problem = manyhead::parse_problem(line);
+      write_problem(manyhead::parse_problem(line), *problem);
     } catch (const manyhead::line_error& e) {
       if (column != nullptr) *column = e.column();
       throw;

@@ -34,7 +34,8 @@ int open_counter(const event& e) {
   attributes.config = e.config;
   attributes.exclude_hv = 1;
   // Of this program's own doing. A switch to another thread is the kernel's, and needs the right to see that.
-  attributes.exclude_kernel = e.type == PERF_TYPE_HARDWARE ? 1 : 0;
+  const bool of_kernel = e.type == PERF_TYPE_SOFTWARE && e.config == PERF_COUNT_SW_CONTEXT_SWITCHES;
+  attributes.exclude_kernel = of_kernel ? 0 : 1;
   attributes.read_format = PERF_FORMAT_TOTAL_TIME_ENABLED | PERF_FORMAT_TOTAL_TIME_RUNNING;
   return static_cast<int>(syscall(SYS_perf_event_open, &attributes, 0, -1, -1, PERF_FLAG_FD_CLOEXEC));
 }

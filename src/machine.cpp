@@ -9,6 +9,7 @@
 #include <fstream>
 #include <memory>
 #include <set>
+#include <sstream>
 #include <thread>
 
 #if defined(__x86_64__)
@@ -163,20 +164,35 @@ int32_t find_cpus() {
   }
   return static_cast<int32_t>(std::max(std::thread::hardware_concurrency(), 1u));
 }
+// How many numbers a list such as "0,2-3" names.
+int32_t listed(const std::string& list) {
+  int32_t count = 0;
+  std::istringstream ranges(list);
+  for (std::string range; std::getline(ranges, range, ',');) {
+    int32_t first = 0, last = 0;
+    const char* end = range.data() + range.size();
+    const auto parsed = std::from_chars(range.data(), end, first);
+    if (parsed.ec != std::errc()) continue;
+    last = first;
+    if (parsed.ptr != end && *parsed.ptr == '-') std::from_chars(parsed.ptr + 1, end, last);
+    count += last - first + 1;
+  }
+  return count;
+}
+
 // Cores: sets of hardware threads that share one. Nodes of memory as the kernel counts them.
 host find_host() {
   host m;
   std::set<std::string> cores;
-  for (int32_t cpu = 0;; ++cpu) {
+  for (long cpu = 0; cpu < sysconf(_SC_NPROCESSORS_CONF); ++cpu) {
     const std::string dir = "/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/topology/";
     const std::string siblings = first_line(dir + "thread_siblings_list");
-    if (siblings.empty()) break;
-    cores.insert(siblings);
+    if (!siblings.empty()) cores.insert(siblings);  // else it is switched off
   }
   m.cores = static_cast<int32_t>(cores.size());
-  while (!first_line("/sys/devices/system/node/node" + std::to_string(m.numa_nodes) + "/cpulist").empty())
-    ++m.numa_nodes;
-  m.memory_bytes = static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
+  m.numa_nodes = listed(first_line("/sys/devices/system/node/has_memory"));
+  const int64_t pages = sysconf(_SC_PHYS_PAGES);
+  if (pages > 0) m.memory_bytes = pages * sysconf(_SC_PAGESIZE);
   utsname system{};
   if (uname(&system) == 0) m.system = std::string(system.sysname) + " " + system.release;
   return m;

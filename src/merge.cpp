@@ -81,6 +81,7 @@ void merge_rows(const mh_merge& m, merge_args args, const array& out, void* out_
   };
   mh_exec exec = {};
   exec.struct_size = sizeof exec;
+  exec.threads = wanted_threads(0);
   const watched_call watched(usable_threads(exec), [&](char* text, size_t size) {
     std::snprintf(text, size, "merge %s states %lld b%lld h%lld q%lld v%lld", dtype_name(m.dtype),
                   static_cast<long long>(m.states), static_cast<long long>(m.batch), static_cast<long long>(m.heads),

@@ -8,9 +8,11 @@
 #include <cstring>
 #include <memory>
 #include <numeric>
+#include <system_error>
 #include <thread>
 #include <vector>
 
+#include "check.hpp"
 #include "memory.hpp"
 
 namespace manyhead {
@@ -24,13 +26,13 @@ double seconds_since(steady::time_point start) { return std::chrono::duration<do
 std::atomic<double> number_sink;
 std::atomic<uint64_t> word_sink;
 
-// The sum of the rates of all threads; each makes a `work` of its own, which does `amount` a call, until its time is over.
+// The sum of the rates of all threads; each does make_work(thread)(), worth `amount`, until its time is over.
 template <class MakeWork>
 double total_rate(int32_t threads, double amount, double seconds, MakeWork make_work) {
   std::barrier start(threads);
   std::vector<double> rates(static_cast<size_t>(threads));
   const auto body = [&](int32_t thread) {
-    const auto work = make_work();
+    const auto work = make_work(thread);
     work();  // brings code and data close
     start.arrive_and_wait();
     const auto begin = steady::now();
@@ -43,7 +45,13 @@ double total_rate(int32_t threads, double amount, double seconds, MakeWork make_
     rates[static_cast<size_t>(thread)] = done / elapsed;
   };
   std::vector<std::jthread> others;
-  for (int32_t thread = 1; thread < threads; ++thread) others.emplace_back(body, thread);
+  others.reserve(static_cast<size_t>(threads));
+  try {
+    for (int32_t thread = 1; thread < threads; ++thread) others.emplace_back(body, thread);
+  } catch (const std::system_error& e) {  // those that have begun wait for the others
+    for (auto missing = static_cast<size_t>(threads) - others.size(); missing > 0; --missing) start.arrive_and_drop();
+    fail(MH_OUT_OF_MEMORY, "the system gives no more than ", others.size() + 1, " of ", threads, " threads");
+  }
   body(0);
   others.clear();  // joins
   return std::accumulate(rates.begin(), rates.end(), 0.0);
@@ -53,8 +61,14 @@ double total_rate(int32_t threads, double amount, double seconds, MakeWork make_
 
 double arithmetic_rate(const kernel_table& table, int32_t dtype, int32_t threads, double seconds) {
   const dtype_kernels& kernels = table.dtype[dtype];
-  const int64_t turns = std::max<int64_t>(1, (int64_t{1} << 21) / kernels.flops_of_turn);  // some 10 microseconds
-  return total_rate(threads, static_cast<double>(turns * kernels.flops_of_turn), seconds, [&] {
+  // As many turns as take some 10 microseconds: what a call does besides, and a look at the clock, count for nothing then.
+  int64_t turns = 64;
+  for (double elapsed = 0; elapsed < 1e-5; turns *= 2) {
+    const auto begin = steady::now();
+    number_sink.store(kernels.arithmetic(turns), std::memory_order_relaxed);
+    elapsed = seconds_since(begin);
+  }
+  return total_rate(threads, static_cast<double>(turns * kernels.flops_of_turn), seconds, [&](int32_t) {
     return [&kernels, turns] { number_sink.store(kernels.arithmetic(turns), std::memory_order_relaxed); };
   });
 }
@@ -64,12 +78,14 @@ double read_rate(const kernel_table& table, int64_t bytes, int32_t threads, doub
   const int64_t part = std::max<int64_t>(bytes / threads / step, 1) * step;
   // Small parts are read several times between two looks at the clock.
   const int64_t repeats = std::max<int64_t>(1, (int64_t{1} << 18) / part);
-  return total_rate(threads, static_cast<double>(part * repeats), seconds, [&table, part, repeats] {
-    // Written by the thread that reads it: so it lies in that thread's memory where there are several.
-    std::shared_ptr<void> memory(allocate(static_cast<size_t>(part)), release);
-    std::memset(memory.get(), 1, static_cast<size_t>(part));
+  std::vector<std::unique_ptr<void, void (*)(void*)>> parts;
+  for (int32_t thread = 0; thread < threads; ++thread) parts.emplace_back(allocate(static_cast<size_t>(part)), release);
+  return total_rate(threads, static_cast<double>(part * repeats), seconds, [&](int32_t thread) {
+    const void* memory = parts[static_cast<size_t>(thread)].get();
+    // First touched by the thread that reads it: so it lies in that thread's memory where there are several.
+    std::memset(parts[static_cast<size_t>(thread)].get(), 1, static_cast<size_t>(part));
     return [&table, part, repeats, memory] {
-      for (int64_t i = 0; i < repeats; ++i) word_sink.store(table.read(memory.get(), part), std::memory_order_relaxed);
+      for (int64_t i = 0; i < repeats; ++i) word_sink.store(table.read(memory, part), std::memory_order_relaxed);
     };
   });
 }
@@ -78,7 +94,7 @@ double clock_rate(double seconds) {
   // Each addition waits for the one before, and takes a cycle on every CPU that the library has kernels for. Of a register:
   // some CPUs add several constants at once.
   constexpr int64_t turns = 1000, additions = 16;
-  return total_rate(1, static_cast<double>(turns * additions), seconds, [] {
+  return total_rate(1, static_cast<double>(turns * additions), seconds, [](int32_t) {
     return [] {
       uint64_t sum = 1, one = 1;
       for (int64_t i = 0; i < turns; ++i) {

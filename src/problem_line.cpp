@@ -8,7 +8,7 @@
 #include <iterator>
 #include <span>
 #include <string>
-#include <utility>
+#include <vector>
 
 #include "check.hpp"
 
@@ -83,8 +83,10 @@ int32_t find_dtype(std::string_view word) {
 }
 
 void set_bshd(int64_t (&strides)[4], int64_t length, int64_t heads, int64_t dim) {
-  const int64_t bshd[4] = {length * heads * dim, dim, heads * dim, 1};
-  std::copy_n(bshd, 4, strides);
+  // Unsigned: whether the numbers make sense is not known yet.
+  const auto l = static_cast<uint64_t>(length), h = static_cast<uint64_t>(heads), d = static_cast<uint64_t>(dim);
+  const uint64_t bshd[4] = {l * h * d, d, h * d, 1};
+  std::transform(bshd, bshd + 4, strides, [](uint64_t stride) { return static_cast<int64_t>(stride); });
 }
 
 // Reads one line, word by word.
@@ -99,10 +101,16 @@ class reader {
     while (next()) read_word();
     word_ = line_.substr(line_.size());
     for (const dimension& d : dimensions) {
-      if (d.needed && !seen_[&d - dimensions]) refuse(std::string(d.prefix) + "<number> is missing");
+      if (d.needed && !has(d.prefix)) refuse(std::string(d.prefix) + "<number> is missing");
     }
-    if (bshd_) lay_out();
-    if (slopes_per_batch_) p_.alibi_batch_stride = p_.heads;
+    if (has("offsets")) {
+      if (has("align")) refuse("offsets and align=... exclude each other");
+      p_.align = MH_ALIGN_OFFSET;
+    }
+    if (has("slopes") && !has("alibi")) refuse("slopes=bh is there, but alibi is not");
+    if (has("i64") && !has("lens") && !has("offsets")) refuse("i64 is there, but neither lens nor offsets is");
+    if (has("bshd")) lay_out();
+    if (has("slopes")) p_.alibi_batch_stride = p_.heads;
     return p_;
   }
 
@@ -136,14 +144,16 @@ class reader {
     if (digits == word_.npos) return false;
     for (const dimension& d : dimensions) {
       if (word_.substr(0, digits) != d.prefix) continue;
-      if (std::exchange(seen_[&d - dimensions], true)) refuse_word("is the second of its kind");
+      take_once(d.prefix);
       std::string_view number = word_.substr(digits);
       const size_t slash = number.find('/');
       if (d.field == &mh_problem::heads && slash != number.npos) {
-        if (!read_number(number.substr(slash + 1), p_.kv_heads)) refuse_word("must be h<number>/<number>");
+        if (!read_number(number.substr(slash + 1), p_.kv_heads) || p_.kv_heads == 0)
+          refuse_word("must be h<number>/<number>, the second at least 1");
         number = number.substr(0, slash);
       }
       if (!read_number(number, p_.*d.field)) refuse_word("must be " + std::string(d.prefix) + "<number>");
+      if (d.field == &mh_problem::v_dim && p_.v_dim == 0) refuse_word("must be at least v1");  // 0 means head_dim
       return true;
     }
     return false;
@@ -155,13 +165,23 @@ class reader {
       p_.inputs |= flag.input;
       p_.outputs |= flag.output;
       if (word_ == "lse2") p_.lse_base = MH_LSE_BASE2;
-      if (word_ == "offsets") p_.align = MH_ALIGN_OFFSET;
+      take_once(word_ == "lse2" ? "lse" : word_);
       return true;
     }
-    if (word_ == "causal") p_.causal = 1;
-    if (word_ == "i64") p_.index_type = MH_INDEX_I64;
-    if (word_ == "bshd") bshd_ = true;
-    return word_ == "causal" || word_ == "i64" || word_ == "bshd" || word_ == "strided";
+    for (const std::string_view word : {"causal", "i64", "bshd", "strided"}) {
+      if (word_ != word) continue;
+      take_once(word);
+      if (word == "causal") p_.causal = 1;
+      if (word == "i64") p_.index_type = MH_INDEX_I64;
+      return true;
+    }
+    return false;
+  }
+
+  bool has(std::string_view kind) const { return std::find(seen_.begin(), seen_.end(), kind) != seen_.end(); }
+  void take_once(std::string_view kind) {
+    if (has(kind)) refuse_word("is the second of its kind");
+    seen_.push_back(kind);
   }
 
   void number_of(std::string_view value, auto& number) const {
@@ -187,7 +207,6 @@ class reader {
       p_.alibi_mode = MH_ALIBI_SIGNED;
       if (value != "signed") refuse_word("must be alibi or alibi=signed");
     } else if (name == "slopes") {
-      slopes_per_batch_ = true;
       if (value != "bh") refuse_word("must be slopes=bh");
     } else if (name == "bias") {
       p_.inputs |= MH_INPUT_BIAS;
@@ -201,9 +220,11 @@ class reader {
     } else if (name == "extra") {
       int64_t keys = 0;
       number_of(value, keys);
+      if (keys < 0) refuse_word("must be at least extra=0");
     } else {
       return false;
     }
+    take_once(name);
     return true;
   }
 
@@ -228,8 +249,7 @@ class reader {
   std::string_view line_, word_;
   size_t at_ = 0;
   mh_problem p_{};
-  bool seen_[std::size(dimensions)] = {};
-  bool bshd_ = false, slopes_per_batch_ = false;
+  std::vector<std::string_view> seen_;  // words, without what they say
 };
 
 }  // namespace

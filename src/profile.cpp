@@ -5,16 +5,19 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
 
 #if defined(__linux__)
+#include <pthread.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -32,24 +35,24 @@ using counts = std::array<int64_t, counter_count>;
 struct call_record {
   int64_t problem;  // index of it; -1: see what
   int64_t within;   // index of the call that this one is a part of, -1 = none
-  int64_t workers;  // index of the first of its threads' records, -1: its tasks were not looked at
   int64_t threads;
   double start, seconds;  // since the session began
   int32_t thread;
   bool done;
+  bool looked_at;             // its tasks too
+  std::atomic<bool> missing;  // there was no room for some of them
   char what[160];
 };
 
-// What one thread did for one call. Nobody else writes it.
+// What one thread did in one stage of a call. Nobody else writes it while the call runs.
 struct alignas(64) worker_record {
   int64_t call;
-  int32_t thread;  // -1: has run nothing
+  int32_t thread;  // -1: did nothing
+  int32_t what;    // the stage's phase
   int64_t tasks;
-  uint64_t last;                // the end of its last task
-  uint64_t busy;                // in its tasks
-  uint64_t whole[phase_count];  // tasks that are one phase
-  uint64_t kernels;             // the others, and of some of them:
-  uint64_t detailed[phase_count];
+  uint64_t last;                   // the end of its last task
+  uint64_t busy;                   // in its tasks
+  uint64_t detailed[phase_count];  // in some of them, where kernels name phases
 };
 
 namespace {
@@ -62,7 +65,7 @@ struct task_record {
   std::atomic<int64_t> worker;  // index of the worker's record, plus 1: 0 = not written yet
   uint64_t begin, end;
   int64_t phases;  // index of its phases, -1 = not looked into
-  int32_t whole, batch, kv_head, chunk;
+  int32_t batch, kv_head, chunk;
   int64_t row_begin, row_end;
 };
 
@@ -82,12 +85,15 @@ struct thread_record {
   int64_t id;  // the system's
   thread_counters counters;
   counts counted;
-  int64_t problem;           // index of its last call's, -1 = none
-  int64_t to_next_detailed;  // tasks
+  std::atomic<bool> finished;  // counted is final
+  int64_t problem;             // index of its last call's, -1 = none
+  int64_t to_next_detailed;    // tasks
   uint64_t random;
 };
 
-constexpr int32_t most_threads = 1024;  // with a record of their own; others share the last
+constexpr int32_t most_threads = 1024;            // later ones' calls and tasks are not kept
+constexpr int32_t most_counted_threads = 64;      // each counter is an open file
+constexpr int64_t most_worker_records = 1 << 18;  // 32 MB
 constexpr int64_t default_calls = 4096, default_tasks = 65536;
 // A task's phases are 20 to 50 looks at the clock, 30 ns each: too many for each task. One in about so many, chosen by
 // chance, as neighbours differ in a pattern (causal).
@@ -133,8 +139,8 @@ struct profile_session {
   explicit profile_session(const mh_profile_options& o)
       : counters((o.flags & MH_PROFILE_COUNTERS) != 0),
         calls(o.calls > 0 ? o.calls : default_calls),
-        problems(std::min<int64_t>(calls.size, 1024)),
-        workers(4 * calls.size),
+        problems(calls.size),
+        workers(std::clamp<int64_t>(4 * max_threads() * calls.size, 4096, most_worker_records)),
         tasks(o.tasks > 0 ? o.tasks : default_tasks),
         phases(tasks.size / 4 + 1),
         why_not(counters ? why_no_counters() : ""),
@@ -147,7 +153,8 @@ struct profile_session {
   room<task_record> tasks;
   room<phases_record> phases;
   std::atomic<int64_t> short_calls{0};
-  std::string why_not;  // there are no hardware counters
+  std::atomic<int64_t> lost_calls{0};  // of threads that there was no room for
+  std::string why_not;                 // there are no hardware counters
   std::unique_ptr<thread_record[]> threads;
   std::atomic<int32_t> thread_count{0};
   double start = seconds_now(), seconds = 0;
@@ -167,12 +174,6 @@ std::atomic<bool> verbose{false};
 std::mutex change;                              // of what follows
 std::unique_ptr<profile_session> last_session;  // the running one, or the one that ended last
 
-struct thread_place {
-  const profile_session* session = nullptr;
-  double start = 0;  // of the session: another one may get the same address
-  int32_t index = 0;
-};
-
 // The running session with a user more, or NULL.
 profile_session* join() noexcept {
   users.fetch_add(1);
@@ -183,17 +184,46 @@ profile_session* join() noexcept {
 
 }  // namespace
 
+namespace {
+
+void finish(thread_record& thread) noexcept {
+  if (thread.finished.exchange(true)) return;
+  thread.counted = thread.counters.read();
+  thread.counters.close();
+}
+
+// A thread's place in the session that it works for. A thread that ends gives the files of its counters back.
+struct thread_place {
+  const profile_session* session = nullptr;
+  double start = 0;  // of the session: another one may get the same address
+  int32_t index = 0;
+
+  ~thread_place() {
+    if (session == nullptr) return;
+    profile_session* running = join();
+    if (running == nullptr) return;
+    if (running == session && running->start == start && index >= 0) finish(running->threads[index]);
+    users.fetch_sub(1);
+  }
+};
+
+}  // namespace
+
 int32_t profile_session::this_thread() noexcept {
   thread_local thread_place place;
   if (place.session == this && place.start == start) return place.index;
-  const int32_t index = std::min(thread_count.fetch_add(1), most_threads - 1);
-  place = {this, start, index};
-  if (index < most_threads - 1) {
-    threads[index].id = thread_id();
-    threads[index].problem = -1;
-    threads[index].random = static_cast<uint64_t>(index);
-    if (counters) threads[index].counters.start();
+  int32_t index = thread_count.load();
+  while (index < most_threads && !thread_count.compare_exchange_weak(index, index + 1)) {
   }
+  place.session = this;
+  place.start = start;
+  place.index = index < most_threads ? index : -1;
+  if (place.index < 0) return -1;
+  thread_record& thread = threads[index];
+  thread.id = thread_id();
+  thread.problem = -1;
+  thread.random = static_cast<uint64_t>(index);
+  if (counters && index < most_counted_threads) thread.counters.start();
   return index;
 }
 
@@ -229,6 +259,10 @@ void watched_call::start(const plan* plan, int64_t threads, const watched_call* 
   if (session_ == nullptr) return;
   profile_session& s = *session_;
   const int32_t thread = s.this_thread();
+  if (thread < 0) {
+    s.lost_calls.fetch_add(1);
+    return;
+  }
   const int64_t problem = plan != nullptr ? s.problem_of(*plan, s.threads[thread]) : -1;
   const int64_t index = plan != nullptr && problem < 0 ? -1 : s.calls.take();
   if (index < 0) return;
@@ -241,14 +275,8 @@ void watched_call::start(const plan* plan, int64_t threads, const watched_call* 
   record_->within = inside ? within->record_ - s.calls.records.get() : -1;
   if (plan == nullptr) std::memcpy(record_->what, what_, sizeof what_);
   short_ = plan != nullptr && plan->is_short();
-  const bool looked_at = inside || !short_ || s.short_calls.fetch_add(1) % short_calls_per_look == 0;
-  record_->workers = looked_at ? s.workers.take(threads) : -1;
-  if (record_->workers < 0) return;
-  workers_ = &s.workers[record_->workers];
-  for (int64_t i = 0; i < threads; ++i) {
-    workers_[i].call = index;
-    workers_[i].thread = -1;
-  }
+  looked_at_ = inside ? within->looked_at_ : !short_ || s.short_calls.fetch_add(1) % short_calls_per_look == 0;
+  record_->looked_at = looked_at_;
 }
 
 void watched_call::stop() noexcept {
@@ -276,20 +304,40 @@ void watched_call::log(double seconds) const noexcept {
   std::fwrite(line, 1, static_cast<size_t>(std::clamp<int>(size, 0, sizeof line - 1)), stderr);
 }
 
-void watched_task::start(const watched_call& call, int64_t worker, int32_t whole, const kernel_task* task) noexcept {
-  call_ = &call;
-  task_ = task;
-  worker_ = &call.workers_[worker];
-  whole_ = whole;
-  if (worker_->thread < 0) {
-    worker_->thread = call.session_->this_thread();
-    worker_->last = read_ticks();
+void watched_stage::start(const watched_call& call, phase what, int64_t workers) noexcept {
+  profile_session& s = *call.session_;
+  const int64_t first = s.workers.take(workers);
+  if (first < 0) {
+    call.record_->missing.store(true, std::memory_order_relaxed);
+    return;
   }
-  start_ = worker_->last;  // a worker takes one task after another
+  call_ = &call;
+  workers_ = &s.workers[first];
+  for (int64_t i = 0; i < workers; ++i) {
+    workers_[i].call = call.record_ - s.calls.records.get();
+    workers_[i].thread = -1;
+    workers_[i].what = what;
+  }
+}
+
+void watched_stage::begin_work(int64_t worker) const noexcept {
+  worker_record& w = workers_[worker];
+  w.thread = call_->session_->this_thread();
+  w.last = read_ticks();
+  if (w.thread < 0) call_->record_->missing.store(true, std::memory_order_relaxed);
+}
+
+void watched_task::start(const watched_stage& stage, int64_t worker, const kernel_task* task) noexcept {
+  worker_record& w = stage.workers_[worker];
+  if (w.thread < 0) return;
+  worker_ = &w;
+  session_ = stage.call_->session_;
+  task_ = task;
+  start_ = w.last;  // a worker takes one task after another
   detailed_ = false;
-  if (whole_ != phase_count) return;
-  thread_record& thread = call.session_->threads[worker_->thread];
-  detailed_ = call.short_ || thread.to_next_detailed == 0;
+  if (w.what != phase_count) return;
+  thread_record& thread = session_->threads[w.thread];
+  detailed_ = stage.call_->short_ || thread.to_next_detailed == 0;
   if (!detailed_) {
     --thread.to_next_detailed;
     return;
@@ -302,36 +350,30 @@ void watched_task::start(const watched_call& call, int64_t worker, int32_t whole
 }
 
 void watched_task::stop() noexcept {
-  profile_session& s = *call_->session_;
+  profile_session& s = *session_;
   const uint64_t end = detailed_ ? clock_.last : read_ticks(), total = end - start_;
   worker_->last = end;
   worker_->busy += total;
   ++worker_->tasks;
   int64_t phases = -1;
-  if (whole_ < phase_count) {
-    worker_->whole[whole_] += total;
-  } else {
-    worker_->kernels += total;
-    if (detailed_) {
-      // Brought to the task's time: some phases are taken from a part of its tiles.
-      uint64_t named = 0;
-      for (const uint64_t ticks : clock_.ticks) named += ticks;
-      const double scale = named > 0 ? static_cast<double>(total) / static_cast<double>(named) : 0.0;
-      phases = s.phases.take();
-      for (int i = 0; i < phase_count; ++i) {
-        const auto ticks = static_cast<uint64_t>(static_cast<double>(clock_.ticks[i]) * scale);
-        worker_->detailed[i] += ticks;
-        if (phases >= 0) s.phases[phases].ticks[i] = ticks;
-      }
+  if (detailed_) {
+    // Brought to the task's time: some phases are taken from a part of its tiles.
+    uint64_t named = 0;
+    for (const uint64_t ticks : clock_.ticks) named += ticks;
+    const double scale = named > 0 ? static_cast<double>(total) / static_cast<double>(named) : 0.0;
+    phases = s.phases.take();
+    for (int i = 0; i < phase_count; ++i) {
+      const auto ticks = static_cast<uint64_t>(static_cast<double>(clock_.ticks[i]) * scale);
+      worker_->detailed[i] += ticks;
+      if (phases >= 0) s.phases[phases].ticks[i] = ticks;
     }
   }
   const int64_t index = s.tasks.take();
   if (index < 0) return;
   task_record& r = s.tasks[index];
-  r.begin = start_ - s.start_ticks;
-  r.end = end - s.start_ticks;
+  r.begin = std::max(start_, s.start_ticks) - s.start_ticks;
+  r.end = r.begin + total;
   r.phases = phases;
-  r.whole = whole_;
   if (task_ != nullptr) {
     r.batch = static_cast<int32_t>(task_->batch);
     r.kv_head = static_cast<int32_t>(task_->kv_head_begin);
@@ -349,25 +391,32 @@ void begin_profile(const mh_profile_options& options) {
   check_at_least("options.tasks", options.tasks, 0);
   check_bits("options.flags", options.flags, MH_PROFILE_COUNTERS);
   check_zero("options.reserved0", options.reserved0);
-  constexpr int64_t most = int64_t{1} << 32;
-  if (options.calls > most || options.tasks > most) invalid("options.calls and options.tasks must be at most 2^32");
+  constexpr int64_t most = int64_t{1} << 24;  // some gigabytes
+  if (options.calls > most || options.tasks > most) invalid("options.calls and options.tasks must be at most 2^24");
   const std::lock_guard lock(change);
   if (active.load() != nullptr) invalid("a profile is running: end it first");
   last_session = std::make_unique<profile_session>(options);
   active.store(last_session.get());
 }
 
+// Stops the session and waits for its calls, at most so long. False: some still run.
+static bool stop_profile(profile_session& session, double patience) {
+  active.store(nullptr);
+  for (const double end = seconds_now() + patience; users.load() != 0;) {
+    if (seconds_now() > end) return false;
+    std::this_thread::yield();
+  }
+  session.seconds = seconds_now() - session.start;
+  session.ticks = read_ticks() - session.start_ticks;
+  for (int32_t i = 0; i < session.thread_count.load(); ++i) finish(session.threads[i]);
+  return true;
+}
+
 void end_profile() {
   const std::lock_guard lock(change);
-  profile_session* session = active.exchange(nullptr);
+  profile_session* session = active.load();
   if (session == nullptr) invalid("no profile is running");
-  while (users.load() != 0) std::this_thread::yield();
-  session->seconds = seconds_now() - session->start;
-  session->ticks = read_ticks() - session->start_ticks;
-  for (int32_t i = 0; i < std::min(session->thread_count.load(), most_threads); ++i) {
-    session->threads[i].counted = session->threads[i].counters.read();
-    session->threads[i].counters.close();
-  }
+  stop_profile(*session, std::numeric_limits<double>::infinity());
 }
 
 // --- as text ----------------------------------------------------------------------------------------------------------
@@ -411,25 +460,21 @@ class json {
 // What workers did, added up.
 struct work {
   int64_t tasks = 0;
-  uint64_t busy = 0, kernels = 0;
-  uint64_t whole[phase_count] = {}, detailed[phase_count] = {};
+  uint64_t kernels = 0;  // in tasks whose phases kernels name; of some of them:
+  uint64_t detailed[phase_count] = {};
+  uint64_t whole[phase_count] = {};  // in tasks that are one phase
 
   void add(const worker_record& w) {
     tasks += w.tasks;
-    busy += w.busy;
-    kernels += w.kernels;
-    for (int i = 0; i < phase_count; ++i) {
-      whole[i] += w.whole[i];
-      detailed[i] += w.detailed[i];
-    }
+    (w.what == phase_count ? kernels : whole[w.what]) += w.busy;
+    for (int i = 0; i < phase_count; ++i) detailed[i] += w.detailed[i];
   }
   void add(const work& w) {
     tasks += w.tasks;
-    busy += w.busy;
     kernels += w.kernels;
     for (int i = 0; i < phase_count; ++i) {
-      whole[i] += w.whole[i];
       detailed[i] += w.detailed[i];
+      whole[i] += w.whole[i];
     }
   }
 
@@ -445,17 +490,20 @@ struct work {
   }
 };
 
-// Phases as an object that is still open, or null.
-bool add_phases(json& out, const work& w, double per_tick) {
+// Phases, and what is left of `available` seconds as idle, where that is not negative. Or null, where nothing is known.
+void add_phases(json& out, const work* w, double per_tick, double available) {
   double seconds[phase_count];
   out.key("phases");
-  if (!w.phases(seconds, per_tick)) {
+  if (w == nullptr || !w->phases(seconds, per_tick)) {
     out.raw("null");
-    return false;
+    return;
   }
   out.raw("{");
-  for (int i = 0; i < phase_count; ++i) out.key(phase_names[i]).value(seconds[i]);
-  return true;
+  for (int i = 0; i < phase_count; ++i) {
+    out.key(phase_names[i]).value(seconds[i]);
+    available -= seconds[i];
+  }
+  out.key("idle").value(std::max(0.0, available)).raw("}");
 }
 
 std::string title_of(const profile_session& s, const call_record& call) {
@@ -473,15 +521,10 @@ void add_call(json& out, const profile_session& s, const call_record& call, cons
   }
   out.key("thread").value(s.threads[call.thread].id).key("threads").value(call.threads);
   out.key("start").value(call.start).key("seconds").value(call.seconds);
-  if (call.workers < 0) {
-    out.key("tasks").raw("null").key("phases").raw("null}");
-    return;
-  }
-  out.key("tasks").value(w.tasks);
-  if (add_phases(out, w, per_tick)) {
-    const double busy = static_cast<double>(w.busy) * per_tick;
-    out.key("idle").value(std::max(0.0, static_cast<double>(call.threads) * call.seconds - busy)).raw("}");
-  }
+  const bool whole = call.looked_at && !call.missing.load();
+  out.key("tasks");
+  whole ? out.value(w.tasks) : out.raw("null");
+  add_phases(out, whole ? &w : nullptr, per_tick, static_cast<double>(call.threads) * call.seconds);
   out.raw("}");
 }
 
@@ -497,15 +540,16 @@ void add_counters(json& out, const counts& counted) {
 void add_summary(json& out, const profile_session& s, double per_tick) {
   out.raw("{").key("version").value(MH_VERSION_MAJOR * 10000 + MH_VERSION_MINOR * 100 + MH_VERSION_PATCH);
   out.key("seconds").value(s.seconds);
-  out.key("calls_dropped").value(s.calls.dropped()).key("tasks_dropped").value(s.tasks.dropped());
+  out.key("calls_dropped").value(s.calls.dropped() + s.lost_calls.load());
+  out.key("tasks_dropped").value(s.tasks.dropped());
   out.key("counters_note");
   s.counters&& s.why_not.empty() ? out.raw("null")
                                  : out.value(s.counters ? s.why_not.c_str() : "hardware counters were not asked for");
-  const int32_t thread_count = std::min(s.thread_count.load(), most_threads);
+  const int32_t thread_count = s.thread_count.load();
   std::vector<work> of_calls(static_cast<size_t>(s.calls.kept())), of_threads(static_cast<size_t>(thread_count));
   for (int64_t i = 0; i < s.workers.kept(); ++i) {
     const worker_record& w = s.workers[i];
-    if (w.tasks == 0) continue;
+    if (w.thread < 0 || w.tasks == 0) continue;
     of_threads[static_cast<size_t>(w.thread)].add(w);
     of_calls[static_cast<size_t>(w.call)].add(w);
   }
@@ -518,7 +562,7 @@ void add_summary(json& out, const profile_session& s, double per_tick) {
   for (int32_t i = 0; i < thread_count; ++i) {
     const work& w = of_threads[static_cast<size_t>(i)];
     out.item().raw("{").key("thread").value(s.threads[i].id).key("tasks").value(w.tasks);
-    if (add_phases(out, w, per_tick)) out.raw("}");
+    add_phases(out, &w, per_tick, s.seconds);
     out.key("counters");
     s.counters ? add_counters(out, s.threads[i].counted) : void(out.raw("null"));
     out.raw("}");
@@ -539,9 +583,9 @@ void add_task(json& out, const profile_session& s, const task_record& task, doub
   const worker_record& worker = s.workers[task.worker.load(std::memory_order_acquire) - 1];
   const auto seconds = [per_tick](uint64_t ticks) { return static_cast<double>(ticks) * per_tick; };
   const int64_t thread = s.threads[worker.thread].id;
-  const bool kernel = task.whole == phase_count;
+  const bool kernel = worker.what == phase_count;
   double start = seconds(task.begin);
-  add_slice(out, kernel ? "task" : phase_names[task.whole], "task", thread, start, seconds(task.end - task.begin));
+  add_slice(out, kernel ? "task" : phase_names[worker.what], "task", thread, start, seconds(task.end - task.begin));
   out.key("args").raw("{").key("call").value(worker.call);
   if (kernel) {
     out.key("batch").value(task.batch).key("kv_head").value(task.kv_head).key("chunk").value(task.chunk);
@@ -577,9 +621,6 @@ void add_trace(json& out, const profile_session& s, double per_tick) {
 
 // --- MH_PROFILE and MH_VERBOSE ----------------------------------------------------------------------------------------
 
-std::FILE* trace_file = nullptr;
-int64_t trace_process = 0;
-
 int64_t process_id() {
 #if defined(__linux__)
   return getpid();
@@ -588,14 +629,30 @@ int64_t process_id() {
 #endif
 }
 
+struct {
+  std::string path;
+  int64_t process = 0;  // that it belongs to
+} trace;
+
+// "%p" becomes the number of the process, so that several do not write to one file.
+std::string with_process_id(std::string path) {
+  const size_t at = path.find("%p");
+  return at == path.npos ? path : path.replace(at, 2, std::to_string(process_id()));
+}
+
 void write_trace() {
-  if (process_id() != trace_process) return;  // a child that was forked: the file is its parent's
+  if (process_id() != trace.process) return;  // a child that was forked: the file is its parent's
+  profile_session* session = active.load();
+  if (session != nullptr && !stop_profile(*session, 1.0)) {
+    std::fprintf(stderr, "manyhead: MH_PROFILE: calls were still running when the process ended; nothing is written\n");
+    return;
+  }
   try {
-    if (active.load() != nullptr) end_profile();
     const std::string text = profile_text(MH_PROFILE_TRACE);
-    const bool written = std::fwrite(text.data(), 1, text.size(), trace_file) == text.size();
-    if (std::fclose(trace_file) != 0 || !written)
-      std::fprintf(stderr, "manyhead: MH_PROFILE: the profile could not be written in full\n");
+    std::FILE* file = std::fopen(trace.path.c_str(), "wb");
+    const bool written = file != nullptr && std::fwrite(text.data(), 1, text.size(), file) == text.size();
+    if (file == nullptr || std::fclose(file) != 0 || !written)
+      std::fprintf(stderr, "manyhead: MH_PROFILE: %s could not be written\n", trace.path.c_str());
   } catch (const std::exception& e) {
     std::fprintf(stderr, "manyhead: MH_PROFILE: %s\n", e.what());
   }
@@ -604,15 +661,25 @@ void write_trace() {
 bool start_watching() {
   const machine& m = this_machine();
   if (!m.verbose_error.empty()) invalid(m.verbose_error);
+#if defined(__linux__)
+  // A forked child has none of the threads whose calls were running.
+  pthread_atfork(nullptr, nullptr, [] {
+    active.store(nullptr);
+    users.store(0);
+  });
+#endif
+  if (!m.profile_path.empty()) {
+    trace.path = with_process_id(m.profile_path);
+    std::FILE* file = std::fopen(trace.path.c_str(), "wb");  // now, not after a long run
+    if (file == nullptr)
+      invalid("the environment variable MH_PROFILE is \"", m.profile_path,
+              "\", which cannot be written: ", std::strerror(errno));
+    std::fclose(file);
+    begin_profile({sizeof(mh_profile_options), 0, 0, MH_PROFILE_COUNTERS, 0});
+    trace.process = process_id();
+    std::atexit(write_trace);
+  }
   verbose.store(m.verbose);
-  if (m.profile_path.empty()) return true;
-  trace_file = std::fopen(m.profile_path.c_str(), "wb");  // now, not after a long run
-  if (trace_file == nullptr)
-    invalid("the environment variable MH_PROFILE is \"", m.profile_path,
-            "\", which cannot be written: ", std::strerror(errno));
-  begin_profile({sizeof(mh_profile_options), 0, 0, MH_PROFILE_COUNTERS, 0});
-  trace_process = process_id();
-  std::atexit(write_trace);
   return true;
 }
 

@@ -42,6 +42,7 @@ class watched_call {
   watched_call& operator=(const watched_call&) = delete;
 
  private:
+  friend class watched_stage;
   friend class watched_task;
   static bool watching() noexcept;
   void start(const plan* plan, int64_t threads, const watched_call* within) noexcept;
@@ -49,39 +50,58 @@ class watched_call {
   void log(double seconds) const noexcept;
 
   profile_session* session_ = nullptr;
-  call_record* record_ = nullptr;     // NULL: no room for it
-  worker_record* workers_ = nullptr;  // one of each thread; NULL: its tasks are not looked at
+  call_record* record_ = nullptr;  // NULL: no room for it
   const plan* plan_ = nullptr;
   char what_[160];
   int64_t threads_ = 0;
   double start_ = 0;
   bool logged_ = false;
   bool short_ = false;
+  bool looked_at_ = false;  // its tasks too
 };
 
-// One task of a call while it runs, on the thread that runs it. Its time is all of the phase `whole`, or, with
-// phase_count, of the phases that the kernel names to clock(), which is NULL for most tasks: some stand for all.
+// What workers do together for a call: a list of tasks. Its time is all of one phase, or, with phase_count, of the phases
+// that kernels name.
+class watched_stage {
+ public:
+  watched_stage(const watched_call& call, phase what, int64_t workers) noexcept {
+    if (call.looked_at_) start(call, what, workers);
+  }
+  // A worker begins, on the thread that calls this.
+  void enter(int64_t worker) const noexcept {
+    if (workers_ != nullptr) begin_work(worker);
+  }
+
+ private:
+  friend class watched_task;
+  void start(const watched_call& call, phase what, int64_t workers) noexcept;
+  void begin_work(int64_t worker) const noexcept;
+
+  const watched_call* call_ = nullptr;
+  worker_record* workers_ = nullptr;  // NULL: nobody watches
+};
+
+// One task of a worker. clock() is NULL for most tasks: some stand for all.
 class watched_task {
  public:
-  watched_task(const watched_call& call, int64_t worker, int32_t whole, const kernel_task* task = nullptr) noexcept {
-    if (call.workers_ != nullptr) start(call, worker, whole, task);
+  watched_task(const watched_stage& stage, int64_t worker, const kernel_task* task) noexcept {
+    if (stage.workers_ != nullptr) start(stage, worker, task);
   }
   ~watched_task() {
-    if (call_ != nullptr) stop();
+    if (worker_ != nullptr) stop();
   }
   watched_task(const watched_task&) = delete;
   watched_task& operator=(const watched_task&) = delete;
 
-  phase_clock* clock() noexcept { return call_ != nullptr && detailed_ ? &clock_ : nullptr; }
+  phase_clock* clock() noexcept { return worker_ != nullptr && detailed_ ? &clock_ : nullptr; }
 
  private:
-  void start(const watched_call& call, int64_t worker, int32_t whole, const kernel_task* task) noexcept;
+  void start(const watched_stage& stage, int64_t worker, const kernel_task* task) noexcept;
   void stop() noexcept;
 
-  const watched_call* call_ = nullptr;
+  worker_record* worker_ = nullptr;
+  profile_session* session_;
   const kernel_task* task_;
-  worker_record* worker_;
-  int32_t whole_;
   bool detailed_;
   uint64_t start_;
   phase_clock clock_;

@@ -77,18 +77,26 @@ class workspace {
   int64_t used_ = 0;
 };
 
-// item(worker, index, next) for each index of 0..items-1 on at most `threads` workers. A worker takes `step` neighbours at
-// a time, or with in_runs more, fewer towards the end (half of an equal share of what is left). next: the index that this
-// worker does next, -1 where it does not know.
+// What a worker of for_each is told of an item.
+struct turn {
+  int64_t worker;
+  int64_t index;
+  int64_t next;  // the index that this worker does next, -1 where it does not know
+  const watched_stage* watched;
+};
+
+// item(turn) for each index of 0..items-1 on at most `threads` workers, all of them `what` to a profile. A worker takes
+// `step` neighbours at a time, or with in_runs more, fewer towards the end (half of an equal share of what is left).
 template <class Item>
-void for_each(int64_t items, int64_t threads, const mh_exec& exec, const Item& item, int64_t step = 1,
-              bool in_runs = false) {
+void for_each(int64_t items, int64_t threads, const mh_exec& exec, const watched_call& watched, phase what,
+              const Item& item, int64_t step = 1, bool in_runs = false) {
+  if (items <= 0) return;
   struct shared {
     const Item* item;
     int64_t items, step, divisor;
+    watched_stage watched;
     std::atomic<int64_t> next;
-  } state{&item, items, step, in_runs ? 2 * threads : items, {}};
-  if (items <= 0) return;
+  } state{&item, items, step, in_runs ? 2 * threads : items, {watched, what, std::min(items, threads)}, {}};
   // What `next` orders: everything before this store happens before every item, every item before the load at the end.
   // The pool orders both as well, but neither every host's nor, to ThreadSanitizer, oneTBB's can be seen to.
   state.next.store(0, std::memory_order_release);
@@ -97,6 +105,7 @@ void for_each(int64_t items, int64_t threads, const mh_exec& exec, const Item& i
       [](void* arg, int64_t worker) {
         const default_fp_state fp;
         auto* s = static_cast<shared*>(arg);
+        s->watched.enter(worker);
         for (;;) {
           int64_t begin = s->next.load(), end;
           do {
@@ -104,7 +113,7 @@ void for_each(int64_t items, int64_t threads, const mh_exec& exec, const Item& i
           } while (begin < s->items && !s->next.compare_exchange_weak(begin, end));
           if (begin >= s->items) break;
           end = std::min(end, s->items);
-          for (int64_t i = begin; i < end; ++i) (*s->item)(worker, i, i + 1 < end ? i + 1 : -1);
+          for (int64_t i = begin; i < end; ++i) (*s->item)(turn{worker, i, i + 1 < end ? i + 1 : -1, &s->watched});
         }
         s->next.fetch_add(0);  // a write, which the load at the end sees: finding nothing left was only a read
       },
@@ -166,9 +175,10 @@ void merge_chunks(const plan& plan, const kernel_call& c, int64_t threads, const
   m.lse_base = c.lse_base;
   // About 16 KB of partial results an item: enough to be worth handing out, and few rows of many chunks still make many.
   const int64_t rows_at_once = std::clamp<int64_t>(4096 / (c.chunks * c.v_dim), 1, 32);
-  for_each((rows + rows_at_once - 1) / rows_at_once, threads, exec, [&](int64_t worker, int64_t i, int64_t) {
-    const watched_task timed(watched, worker, phase_merge);
-    plan.table->dtype[plan.p.dtype].merge_real(&m, i * rows_at_once, std::min(rows, (i + 1) * rows_at_once));
+  for_each((rows + rows_at_once - 1) / rows_at_once, threads, exec, watched, phase_merge, [&](const turn& t) {
+    const watched_task timed(*t.watched, t.worker, nullptr);
+    plan.table->dtype[plan.p.dtype].merge_real(&m, t.index * rows_at_once,
+                                               std::min(rows, (t.index + 1) * rows_at_once));
   });
 }
 
@@ -226,13 +236,13 @@ void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec, const
   // Tasks of a decode step in runs: each waits for the first rows of its keys, unless the one before asked for them.
   const schedule order(plan, threads);
   for_each(
-      order.tasks(), threads, exec,
-      [&](int64_t worker, int64_t i, int64_t next) {
-        kernel_task t = order.at(i);
-        t.scratch = slots + worker * slot_bytes;
-        const kernel_task following = next >= 0 ? order.at(next) : kernel_task{};
-        t.next = next >= 0 ? &following : nullptr;
-        watched_task timed(watched, worker, phase_count, &t);
+      order.tasks(), threads, exec, watched, phase_count,
+      [&](const turn& now) {
+        kernel_task t = order.at(now.index);
+        t.scratch = slots + now.worker * slot_bytes;
+        const kernel_task following = now.next >= 0 ? order.at(now.next) : kernel_task{};
+        t.next = now.next >= 0 ? &following : nullptr;
+        watched_task timed(*now.watched, now.worker, &t);
         t.clock = timed.clock();
         kernels.attention[plan.kernel](&c, &t);
       },
@@ -240,10 +250,11 @@ void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec, const
   if (plan.chunks > 1) merge_chunks(plan, c, threads, exec, watched);
 
   const bool all_heads = p.has_output(MH_OUTPUT_MEAN_WEIGHTS);
-  for_each(second_pass_tasks(plan), threads, exec, [&](int64_t worker, int64_t i, int64_t) {
-    const watched_task timed(watched, worker, phase_weights);
+  for_each(second_pass_tasks(plan), threads, exec, watched, phase_weights, [&](const turn& now) {
+    const watched_task timed(*now.watched, now.worker, nullptr);
     kernel_task t{};
-    t.scratch = slots + worker * slot_bytes;
+    t.scratch = slots + now.worker * slot_bytes;
+    int64_t i = now.index;
     rows_of(t, i % plan.second_row_blocks, plan.second_block_q);
     i /= plan.second_row_blocks;
     t.kv_head_begin = all_heads ? 0 : i % p.kv_heads;
@@ -253,21 +264,21 @@ void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec, const
   });
 
   if (p.has_output(MH_OUTPUT_COLUMN_SUMS)) {
-    for_each(p.batch * p.heads, threads, exec, [&](int64_t worker, int64_t i, int64_t) {
-      const watched_task timed(watched, worker, phase_weights);
+    for_each(p.batch * p.heads, threads, exec, watched, phase_weights, [&](const turn& now) {
+      const watched_task timed(*now.watched, now.worker, nullptr);
       if (p.is_f64()) {
-        add_columns(c, p, static_cast<double*>(tensors.column_sums), i);
+        add_columns(c, p, static_cast<double*>(tensors.column_sums), now.index);
       } else {
-        add_columns(c, p, static_cast<float*>(tensors.column_sums), i);
+        add_columns(c, p, static_cast<float*>(tensors.column_sums), now.index);
       }
     });
   }
 }
 
 void parallel_for(int64_t n, const mh_exec& exec, const watched_call& watched, phase what, mh_task_fn fn, void* arg) {
-  for_each(n, usable_threads(exec), exec, [=, &watched](int64_t worker, int64_t i, int64_t) {
-    const watched_task timed(watched, worker, what);
-    fn(arg, i);
+  for_each(n, usable_threads(exec), exec, watched, what, [=](const turn& now) {
+    const watched_task timed(*now.watched, now.worker, nullptr);
+    fn(arg, now.index);
   });
 }
 

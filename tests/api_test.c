@@ -1223,6 +1223,8 @@ static void test_lines(void) {
   mh_problem q;
   mh_plan* plan = NULL;
   char text[2048];
+  memset(&q, 0x5a, sizeof q);
+  q.struct_size = sizeof q;
   CHECK(mh_problem_parse(line, &q, &column) == MH_OK && column == 99);
   CHECK(q.struct_size == sizeof q && q.kv_heads == 2 && q.v_dim == 24 && q.outputs == MH_OUTPUT_LSE);
   CHECK(mh_plan_create(&q, &plan) == MH_OK);
@@ -1233,6 +1235,15 @@ static void test_lines(void) {
   CHECK(column == 20);
   REFUSED(mh_problem_parse("f32 b1", &q, NULL), "h<number> is missing");
   REFUSED(mh_problem_parse(NULL, &q, NULL), "line is NULL");
+  /* An older struct: nothing behind it is written. */
+  memset(&q, 0x5a, sizeof q);
+  q.struct_size = offsetof(mh_problem, causal);
+  CHECK(mh_problem_parse("f32 b1 h1 q1 kv1 d1", &q, NULL) == MH_OK);
+  CHECK(q.struct_size == offsetof(mh_problem, causal) && q.batch == 1 && q.causal == 0x5a5a5a5a);
+  UNSUPPORTED(mh_problem_parse("f32 b1 h1 q1 kv1 d1 causal", &q, NULL), "struct_size");
+  q.struct_size = 16;
+  REFUSED(mh_problem_parse("f32 b1 h1 q1 kv1 d1", &q, NULL), "problem.struct_size is 16");
+  q.struct_size = sizeof q;
   REFUSED(mh_problem_parse(line, NULL, NULL), "problem is NULL");
 }
 
@@ -1249,6 +1260,7 @@ static void test_probes(void) {
   REFUSED(mh_probe_arithmetic(NULL, MH_DTYPE_F32, 1, 0, &rate), "seconds is 0");
   REFUSED(mh_probe_arithmetic(NULL, MH_DTYPE_F32, 1, 1e-4, NULL), "flops is NULL");
   REFUSED(mh_probe_read(NULL, 0, 1, 1e-4, &rate), "bytes is 0");
+  check_refused(__LINE__, mh_probe_read(NULL, (size_t)1 << 60, 2, 1e-4, &rate), MH_OUT_OF_MEMORY, "memory");
   REFUSED(mh_probe_read(NULL, 1, -1, 1e-4, &rate), "threads is -1");
   REFUSED(mh_probe_read(NULL, 1, 1, NAN, &rate), "seconds is nan");
   REFUSED(mh_probe_read(NULL, 1, 1, 1e-4, NULL), "bytes_per_second is NULL");

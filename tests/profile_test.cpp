@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <string>
 #include <thread>
 #include <vector>
@@ -13,6 +14,7 @@
 #include "error.hpp"
 #include "json.hpp"
 #include "machine.hpp"
+#include "mha.hpp"
 #include "plan.hpp"
 #include "probe.hpp"
 #include "profile.hpp"
@@ -113,6 +115,59 @@ TEST_CASE("a profile names each phase of each route") {
       CHECK(count_of(seen.trace, "\"cat\": \"phase\"") > 0);
     }
   }
+}
+
+// Waiting between the stages of a call is nobody's work: before, the layer's attention counted as projection too.
+TEST_CASE("the layer's phases add up to its time") {
+  constexpr int64_t tokens = 600, width = 64;
+  std::vector<float> weights(width * width, 0.01F), x(tokens * width, 0.1F), out(tokens * width);
+  mh_mha_weights w = {};
+  w.struct_size = sizeof w;
+  w.embed_dim = width;
+  w.heads = 4;
+  w.w_q = w.w_k = w.w_v = w.w_o = weights.data();
+  const std::unique_ptr<mha, void (*)(mha*)> layer(make_mha(w), destroy_mha);
+  mh_mha_call c = {};
+  c.struct_size = sizeof c;
+  c.batch = 1;
+  c.q_len = c.kv_len = tokens;
+  c.x_q = x.data();
+  c.out = out.data();
+  const profiled seen = profile_of([&] { run_mha(*layer, c, exec_of(2)); });
+  CAPTURE(seen.summary);
+  const size_t call = seen.summary.find("\"kind\": \"layer\"");
+  REQUIRE(call != std::string::npos);
+  CHECK(count_of(seen.summary, "\"kind\"") == 2);  // its attention too
+  double total = 0;
+  for (const auto& [name, seconds] : phases_of(seen.summary)) {
+    total += seconds;
+    if (name == "project" || name == "scores" || name == "values") CHECK(seconds > 0);
+  }
+  const double wall = number_of(seen.summary, "threads", call) * number_of(seen.summary, "seconds", call);
+  CHECK(total == doctest::Approx(wall).epsilon(0.02));
+  CHECK(phases_of(seen.summary)["project"] < 0.9 * wall);
+}
+
+TEST_CASE("more threads than there is room for") {
+  test_case c(parse_problem("f32 b4 h8 q64 kv64 d64"));
+  const plan plan = make_plan(c.p, current_isa(), l2);
+  const profiled seen = profile_of([&] {
+    for (int i = 0; i < 1100; ++i) std::jthread([&] { run(plan, c.t, exec_of(1)); });
+  });
+  CHECK(is_json(seen.summary));
+  CHECK(number_of(seen.summary, "calls_dropped") == 1100 - 1024);
+  CHECK(count_of(seen.summary, "\"kind\"") == 1024);
+}
+
+TEST_CASE("many problems are kept as well as one") {
+  const profiled seen = profile_of([&] {
+    for (int i = 1; i <= 1100; ++i) {
+      test_case c(parse_problem("f32 b1 h1 q1 kv" + std::to_string(i) + " d4"));
+      run(make_plan(c.p, current_isa(), l2), c.t, exec_of(1));
+    }
+  });
+  CHECK(number_of(seen.summary, "calls_dropped") == 0);
+  CHECK(seen.summary.find("\"problem\": \"f32 b1 h1 q1 kv1100 d4\"") != std::string::npos);
 }
 
 TEST_CASE("a profile changes no bit") {
@@ -228,7 +283,16 @@ TEST_CASE("a line that is no problem names the word at fault") {
                {"f32 b1 h8 q10 kv10 d64 bias=f8", 23, "does not end with a dtype"},
                {"f32 b1 h8 q10 kv10 d64 scores=all", 23, "must be scores=raw"},
                {"f32 b1 h8 q10 kv10 d64 alibi=no", 23, "must be alibi"},
-               {"f32 b1 h8 q10 kv10 d64 what=1", 23, "is not a word of a problem"}};
+               {"f32 b1 h8 q10 kv10 d64 what=1", 23, "is not a word of a problem"},
+               {"f32 b1 h8/0 q10 kv10 d64", 7, "must be h<number>/<number>"},
+               {"f32 b1 h8 q10 kv10 d64 v0", 23, "must be at least v1"},
+               {"f32 b1 h8 q10 kv10 d64 window=1,1 window=0,0", 34, "is the second of its kind"},
+               {"f32 b1 h8 q10 kv10 d64 lse lse2", 27, "is the second of its kind"},
+               {"f32 b1 h8 q10 kv10 d64 alibi alibi=signed", 29, "is the second of its kind"},
+               {"f32 b1 h8 q10 kv10 d64 offsets align=tl", 39, "exclude each other"},
+               {"f32 b1 h8 q10 kv10 d64 slopes=bh", 32, "alibi is not"},
+               {"f32 b1 h8 q10 kv10 d64 i64", 26, "neither lens nor offsets"},
+               {"f32 b1 h8 q10 kv10 d64 extra=-1", 23, "must be at least extra=0"}};
   for (const auto& wrong : cases) {
     CAPTURE(wrong.line);
     try {

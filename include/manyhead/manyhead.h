@@ -261,44 +261,51 @@ MH_API mh_status mh_plan_describe(const mh_plan* plan, int32_t format, char* buf
  * and MH_VERBOSE logs. First a dtype (f32 f64 bf16 f16), then in any order
  *   b<batch> h<heads>[/<kv_heads>] q<q_len> kv<kv_len> d<head_dim> [v<v_dim>]
  *   [causal] [align=tl|br|off:<n>] [window=<left>,<right>] [softcap=<x>] [scale=<x>] [alibi|alibi=signed] [slopes=bh]
- *   [sinks] [mask] [bias|bias=<dtype>] [keymask] [lens] [offsets] [i64]     i64: lens and offsets are int64, else int32
+ *   [sinks] [mask] [bias|bias=<dtype>] [keymask] [lens] [offsets] [i64]    i64: lens and offsets are int64, else int32
  *   [lse|lse2] [weights] [meanw] [colsums] [scores=raw|capped|biased]
  *   [bshd]     q, k, v and out lie as [batch, length, heads, dim], else as [batch, heads, length, dim]
- *   [strided]  they lie in a way that a line cannot say; [extra=<n>] keys that the layer added: read as if not there
- * Fills *problem in as a caller does, struct_size included; mh_plan_create checks it. MH_INVALID_ARGUMENT: the line is none;
- * *column (may be NULL) is then where the word at fault begins, from 0. */
+ *   [strided]  they lie in a way that a line cannot say, [extra=<n>] keys that the layer added: read as if not there
+ * Set problem->struct_size = sizeof *problem before. The other fields are filled in as a caller does; mh_plan_create
+ * checks them. MH_INVALID_ARGUMENT: the line is none; *column (may be NULL) is then where the word at fault begins,
+ * from 0. MH_UNSUPPORTED: it says something that a struct of that size cannot. */
 MH_API mh_status mh_problem_parse(const char* line, mh_problem* problem, size_t* column);
 
-/* What the machine can do now, measured for so many seconds (> 0, at most 3600) with threads of the probe's own (1 to 4096);
- * not for use beside other work. isa: a name as in mh_isa_name, NULL = mh_isa_current(); MH_UNSUPPORTED where the CPU
- * lacks it.
- * mh_probe_arithmetic: FLOP/s of multiply-adds in registers, on the unit that kernels of that dtype use: f32 or f64
- * vectors, for bf16 and f16 with "amx" the matrix unit.
- * mh_probe_read: bytes/s of reading `bytes` (>= 1, in all) again and again, each thread its own part, with whole vectors.
+/* What the machine can do now, measured for so many seconds (> 0, at most 3600) with threads of the probe's own (1 to
+ * 4096); not for use beside other work. isa: a name as in mh_isa_name, NULL = mh_isa_current(). MH_UNSUPPORTED: the CPU
+ * lacks it; MH_OUT_OF_MEMORY: there is no room for the buffer or for so many threads.
+ * mh_probe_arithmetic: FLOP/s of multiply-adds on the unit that kernels of that dtype use: vectors of f32 or f64 in
+ * registers; for bf16 and f16 with "amx" the matrix unit, from the first-level cache.
+ * mh_probe_read: bytes/s of reading `bytes` (>= 1, in all) again and again, each thread its own part, in whole vectors.
  * mh_probe_clock: cycles/s of the core that runs the call. */
 MH_API mh_status mh_probe_arithmetic(const char* isa, int32_t dtype, int32_t threads, double seconds, double* flops);
 MH_API mh_status mh_probe_read(const char* isa, size_t bytes, int32_t threads, double seconds,
                                double* bytes_per_second);
 MH_API mh_status mh_probe_clock(double seconds, double* hertz);
 
-/* Runs the plan again and again, as mh_plan_run does, until `seconds` (0 to 3600) are over or it has run `most` (>= 1)
- * times, at least once. times[i], i < *runs, gets the seconds of run i. */
+/* Runs the plan again and again, as mh_plan_run does, until the runs together have taken `seconds` (0 to 3600) or there
+ * were `most` (>= 1) of them; at least once. times[i], i < *runs, gets the seconds of run i. */
 MH_API mh_status mh_plan_measure(const mh_plan* plan, const mh_tensors* tensors, const mh_exec* exec, double seconds,
                                  int64_t most, double* times, int64_t* runs);
 
-/* A profile of all calls of the process between begin and end: when each began, how long it took, on how many threads, and
- * what its time went into. One at a time; MH_INVALID_ARGUMENT where one is running, or none to end.
+/* A profile of all calls of the process between begin and end: when each began, how long it took (without the checks of
+ * its arguments), on how many threads, and what its time went into. One at a time; MH_INVALID_ARGUMENT where one is
+ * running, or none to end.
  *
- * The phases, in seconds of all threads together: pack (Q, K, V brought into the order that kernels want), scores (Q K^T),
- * mask (what masks, biases, softcap, ALiBi do), softmax, values (P V), store, merge (of partial results), weights (the second
- * pass), project (the layer's projections), idle (the call's threads times its seconds, less the others). About one task in
- * eight is looked into, each thread's first among them, and stands for the others; of calls of less than some 30 us every
- * sixteenth. Calls of which no task was have null for phases.
+ * The phases, in seconds of all threads together: pack (Q, K, V brought into the order that kernels want), scores
+ * (Q K^T), mask (what masks, biases, softcap, ALiBi do), softmax, values (P V), store, merge (of partial results),
+ * weights (the second pass), project (the layer's projections), idle (the call's threads times its seconds, less the
+ * others). About one task in eight is looked into, each thread's first among them, and stands for the others; of calls of
+ * less than some 30 us every sixteenth. Calls of which no task was, or of which not all found room, have null for phases.
  *
- * Cost: all memory is set aside at begin; a call takes less than 1 % longer, one of less than 0.1 ms up to 2 %. No cost where
- * no profile runs. The environment variable MH_PROFILE=<file> profiles the whole process, and writes the trace to the file
- * when it ends; MH_VERBOSE=1 prints a line for each call to stderr: its problem, time and kernel. */
-#define MH_PROFILE_COUNTERS 1u /* hardware counters of each thread, from its first task on, where the kernel allows */
+ * Cost: all memory is set aside at begin; a call takes less than 1 % longer, one of less than 0.1 ms up to 2 %. No cost
+ * where no profile runs.
+ *
+ * The environment variable MH_PROFILE=<file> profiles the whole process, and writes the trace to the file when the process
+ * ends; "%p" in the name becomes its number. No other profile can then be taken. MH_VERBOSE=1 prints a line for each call to
+ * stderr: its problem, time and kernel. */
+#define MH_PROFILE_COUNTERS \
+  1u /* hardware counters of up to 64 threads, from a thread's first task on, where
+                                  the kernel allows: some open files for each */
 
 typedef struct mh_profile_options {
   size_t struct_size;

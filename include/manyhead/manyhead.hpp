@@ -241,7 +241,7 @@ std::string text_of(Write write) {
 
 // "f32 b1 h8 q128 kv128 d64 causal" as a problem (mh_problem_parse).
 inline mh_problem parse_problem(const std::string& line) {
-  mh_problem problem;
+  auto problem = make<mh_problem>();
   check(mh_problem_parse(line.c_str(), &problem, nullptr));
   return problem;
 }

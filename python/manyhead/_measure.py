@@ -134,6 +134,8 @@ class Workload(Planned):
         """Some profiled runs: their mean seconds, threads, phases in seconds of all threads, and counters."""
         summary = self._profiled(int(np.clip(0.05 / max(self.measure(0.0, 1)[0], 1e-6), 3, 64)))
         calls = [call for call in summary["calls"] if call["phases"] is not None]
+        if not calls:  # more threads than a profile has room for
+            return {"seconds": None, "threads": None, "phases": None, "counters": None, "counters_note": None}
         best = min(call["seconds"] for call in calls)
         calls = [call for call in calls if call["seconds"] <= 2 * best]  # others were interrupted
         counters: dict[str, float] = {}

@@ -30,8 +30,8 @@ class Profile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        check(lib.mh_profile_end())
         self._open = False
+        check(lib.mh_profile_end())
         # Kept as text here: the library forgets them when another profile begins.
         self._trace = text_of(partial(lib.mh_profile_describe, _abi.PROFILE_TRACE))
         self._summary = None
@@ -58,7 +58,7 @@ class Profile:
 
     def save(self, path: str | Path) -> None:
         """Writes the trace to a file."""
-        Path(path).write_text(self.trace, encoding="ascii")
+        Path(path).write_text(self.trace, encoding="utf-8")
 
 
 def profile(*, calls: int = 4096, tasks: int = 65536, counters: bool = False) -> Profile:
@@ -79,7 +79,7 @@ def profile(*, calls: int = 4096, tasks: int = 65536, counters: bool = False) ->
         ValueError: another profile is running, or a number is negative.
     """
     for name, number in (("calls", calls), ("tasks", tasks)):
-        if isinstance(number, bool) or not isinstance(number, int) or not 0 < number <= 2**32:
-            raise ValueError(f"{name} is {number!r}, must be a whole number from 1 to 2^32")
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 < number <= 2**24:
+            raise ValueError(f"{name} is {number!r}, must be a whole number from 1 to 2^24")
     flags = _abi.PROFILE_COUNTERS if counters else 0
     return Profile(_abi.ProfileOptions(sizeof(_abi.ProfileOptions), calls, tasks, flags, 0))

@@ -34,17 +34,15 @@ double multiply_adds(int64_t turns) {
 }
 
 #if MH_MATRIX
-// A turn is a product of 32 x 32 results over a sum of 32 x 32 values, from L1.
-inline constexpr int64_t unit_steps_of_turn = 32;
-inline constexpr int64_t unit_flops_of_turn = 2 * unit_rows * unit_rows * unit_step * unit_steps_of_turn;
+// A turn is a step of a product of 32 x 32 results, its operands from L1.
+inline constexpr int64_t unit_flops_of_turn = 2 * unit_rows * unit_rows * unit_step;
 
 inline double unit_multiply_adds(int64_t turns) {
   alignas(64) uint16_t a[unit_rows * unit_step] = {};
   alignas(64) uint32_t b[unit_step / 2 * unit_rows] = {};
   alignas(64) float c[unit_rows * unit_rows] = {};
   const matrix_unit unit;
-  for (int64_t turn = 0; turn < turns; ++turn)
-    unit.product({a, 0, 0}, {b, 0, 0}, {1, {1, 1}}, unit_steps_of_turn, c, unit_rows, true);
+  unit.product({a, 0, 0}, {b, 0, 0}, {1, {1, 1}}, turns, c, unit_rows, true);
   return static_cast<double>(c[0]);
 }
 #endif
