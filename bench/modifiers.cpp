@@ -4,6 +4,7 @@
 #include <manyhead/manyhead.hpp>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
@@ -95,6 +96,12 @@ std::vector<variant> variants_of(arrays& a, int64_t n) {
          t.alibi_slopes = a.slopes.data();
        },
        square},
+      {"scores 30 times as wide",
+       [](mh_problem& p, mh_tensors&) {
+         p.flags |= MH_FLAG_SCALE;
+         p.scale = 30 / std::sqrt(static_cast<double>(p.head_dim));
+       },
+       square},
       {"softcap", [](mh_problem& p, mh_tensors&) { p.softcap = 30; }, square},
       {"sinks",
        [&a](mh_problem& p, mh_tensors& t) {
@@ -123,7 +130,8 @@ void measure(int64_t n, const options& o) {
            floats(heads),
            std::vector<uint8_t>(static_cast<std::size_t>(heads * n * n)),
            std::vector<uint8_t>(static_cast<std::size_t>(n), 1)};
-  for (float& slope : a.slopes) slope = 0.01F;
+  for (int64_t h = 0; h < heads; ++h)  // the usual slopes, down to 2^-8
+    a.slopes[static_cast<std::size_t>(h)] = std::exp2(-8.0F * static_cast<float>(h + 1) / static_cast<float>(heads));
   for (uint8_t& bit : a.mask) bit = bits() % 16 != 0;  // no tile without a key that is masked
   std::fill(a.key_mask.end() - n / 8, a.key_mask.end(), uint8_t{0});
 

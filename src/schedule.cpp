@@ -112,10 +112,11 @@ double schedule::balance() const {
   if (tasks() == 0 || workers_ == 1) return 1;
   if (tasks() > most_played) {
     double longest = 0, sum = 0;
-    for (int64_t i = 0; i < head_tasks_; ++i) {
+    const int64_t step = head_tasks_ / most_played + 1;  // of very many tasks one stands for its neighbours
+    for (int64_t i = 0; i < head_tasks_; i += step) {
       const double cost = cost_of(i);
       longest = std::max(longest, cost);
-      sum += cost * static_cast<double>(heads_);
+      sum += cost * static_cast<double>(heads_ * std::min(step, head_tasks_ - i));
     }
     return 1 + longest * static_cast<double>(workers_ - 1) / sum;
   }

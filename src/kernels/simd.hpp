@@ -135,11 +135,12 @@ inline constexpr float exp2_terms<float, 5>[] = {1.32647271957e-3F, 9.6715126397
 // What follows works on N vectors at once, step by step: one is a chain of a dozen dependent instructions of 4 cycles
 // each, and the scheduler sees too few chains ahead to fill the ports from them.
 
-// x = n + f: 2^n, and f in place of x. Adding 1.5 * 2^23 + 127 leaves n + 127 in the low bits of the sum, so a shift
-// makes the power of two.
-template <class T, int N>
+// x = n + f: 2^(n - Shift), and f in place of x. Adding 1.5 * 2^23 + 127 leaves n + 127 in the low bits of the sum, so a
+// shift makes the power of two.
+template <class T, int N, int Shift = 0>
 MH_INLINE void split_power(vec<T> (&x)[N], vec<T> (&power)[N]) {
-  const vec<T> round(static_cast<T>(sizeof(T) == 4 ? 12582912.0 + 127.0 : 6755399441055744.0 + 1023.0));
+  const vec<T> round(
+      static_cast<T>(sizeof(T) == 4 ? 12582912.0 + 127.0 - Shift : 6755399441055744.0 + 1023.0 - Shift));
 #pragma GCC unroll 16
   for (int i = 0; i < N; ++i) power[i] = x[i] + round;
 #pragma GCC unroll 16
@@ -149,29 +150,35 @@ MH_INLINE void split_power(vec<T> (&x)[N], vec<T> (&power)[N]) {
     power[i] = xsimd::bitwise_cast<T>(xsimd::bitwise_cast<bits<T>>(power[i]) << (sizeof(T) == 4 ? 23 : 52));
 }
 
-// The polynomial, of its first `Terms` terms.
-template <class T, int N, int Degree, int Terms>
+// The polynomial, of its first `Terms` terms, times 2^Shift.
+template <class T, int N, int Degree, int Terms, int Shift = 0>
 MH_INLINE void exp2_series(const vec<T> (&x)[N], vec<T> (&p)[N]) {
   using B = vec<T>;
+  constexpr T up = static_cast<T>(int64_t{1} << Shift);
 #pragma GCC unroll 16
-  for (int i = 0; i < N; ++i) p[i] = xsimd::fma(B(exp2_terms<T, Degree>[0]), x[i], B(exp2_terms<T, Degree>[1]));
+  for (int i = 0; i < N; ++i)
+    p[i] = xsimd::fma(B(exp2_terms<T, Degree>[0] * up), x[i], B(exp2_terms<T, Degree>[1] * up));
 #pragma GCC unroll 16
   for (int t = 2; t < Terms; ++t) {
 #pragma GCC unroll 16
-    for (int i = 0; i < N; ++i) p[i] = xsimd::fma(p[i], x[i], B(exp2_terms<T, Degree>[t]));
+    for (int i = 0; i < N; ++i) p[i] = xsimd::fma(p[i], x[i], B(exp2_terms<T, Degree>[t] * up));
   }
 }
 
-// Within 1 ulp for x in [-126, 127] (double: [-1022, 1023]); 0 below, NaN for NaN: multiplying by the power of two
-// (rather than adding exponents) keeps it.
+// Within 1 ulp for x in [-100, 127] (double: [-996, 1023]); 0 below, NaN for NaN: multiplying by the power of two
+// (rather than adding exponents) keeps it. It could reach to -126, but sums of such weights times values are denormal,
+// and each multiply-add of one takes some 150 cycles: steep ALiBi slopes took four times as long. Next to a weight of
+// about 1, which every row has, 2^-100 is nothing. The power is made 2^26 too small, and 0 where that has no exponent,
+// the polynomial as much too large: this costs nothing.
 template <class T, int N, int Degree = exp2_degree<T>>
 MH_INLINE void exp2_of(vec<T> (&x)[N]) {
-  const vec<T> least(sizeof(T) == 4 ? T(-127) : T(-1023));
+  constexpr int shift = 26;
+  const vec<T> least(static_cast<T>(shift - (sizeof(T) == 4 ? 127 : 1023)));
   vec<T> power[N], p[N];
 #pragma GCC unroll 16
   for (int i = 0; i < N; ++i) x[i] = at_least<T>(least, x[i]);
-  split_power<T, N>(x, power);
-  exp2_series<T, N, Degree, Degree + 1>(x, p);
+  split_power<T, N, shift>(x, power);
+  exp2_series<T, N, Degree, Degree + 1, shift>(x, p);
 #pragma GCC unroll 16
   for (int i = 0; i < N; ++i) x[i] = p[i] * power[i];
 }

@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
         [(label, load(path)) for label, path in zip(labels(options.files), options.files, strict=True)]
     )
     html = writable(options.html)
-    need("rich", "manyhead compare")
+    need("rich", "the table")
     from ..profiling import show
 
     if html:

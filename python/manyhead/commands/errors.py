@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
@@ -19,6 +20,12 @@ def need(package: str, what: str) -> ModuleType:
         return import_module(package)
     except ImportError as error:
         raise UserError(f"{what} needs the Python package {package}: pip install 'manyhead[profile]'") from error
+
+
+def no_other_profile() -> None:
+    """Commands that measure take profiles of their own."""
+    if os.environ.get("MH_PROFILE"):
+        raise UserError("the environment variable MH_PROFILE is set, and there can be one profile at a time: unset it")
 
 
 def one_of(what: str, given: str, known: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..profiling import cases, document, explain
 from ..profiling.run import available_memory
-from .errors import UserError, need, one_of
+from .errors import UserError, need, no_other_profile, one_of
 from .options import isas_of, machine_facts, seconds_of, single, threads_of
 
 SUMMARY = "the plan for a problem, and the time it should take"
@@ -43,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from .. import _measure
 
-    need("rich", "manyhead explain")
+    need("rich", "the table")
+    if not options.plan_only:
+        no_other_profile()
     from ..profiling import show, show_explain
 
     _check(options)

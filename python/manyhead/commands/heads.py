@@ -73,7 +73,7 @@ def _cells(text: str) -> int:
 
 def run(options: argparse.Namespace) -> int:
     for package in ("matplotlib", "jinja2", "rich"):
-        need(package, "manyhead heads")
+        need(package, "the report")
     from ..head_analysis.page import make_page
     from ..head_analysis.pictures import draw
     from ..head_analysis.report import analyse, to_json

@@ -12,7 +12,7 @@ from ..profiling import cases, document, sweep
 from ..profiling.limits import Limits
 from ..profiling.model import model_cases
 from ..profiling.run import available_memory, profile
-from .errors import UserError, need, writable
+from .errors import UserError, need, no_other_profile, writable
 from .options import isas_of, machine_facts, names, seconds_of, threads_of, words
 
 SUMMARY = "measure attention on this machine, and what the machine could do"
@@ -63,7 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from .. import _measure
 
-    need("rich", "manyhead profile")
+    need("rich", "the table")
+    no_other_profile()
     from ..profiling import show
 
     facts = machine_facts()

@@ -10,7 +10,7 @@ import sys
 
 from ..profiling import replay
 from ..profiling.run import available_memory
-from .errors import UserError, need, read_text
+from .errors import UserError, need, no_other_profile, read_text
 from .options import isas_of, machine_facts, seconds_of, single, threads_of
 
 SUMMARY = "run the calls of a log of MH_VERBOSE=1 again"
@@ -33,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from .. import _measure
 
-    need("rich", "manyhead replay")
+    need("rich", "the table")
+    no_other_profile()
     from ..profiling import show, show_replay
 
     facts = machine_facts()
