@@ -419,7 +419,14 @@ def test_options_that_take_one():
 def test_a_missing_package_is_named(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "rich", None)
     status, _, err = command(capsys, PREFILL)
-    assert status == 2 and "manyhead explain needs the Python package rich" in err
+    assert status == 2 and "manyhead explain: the table needs the Python package rich" in err
+
+
+def test_one_profile_at_a_time(capsys, monkeypatch):
+    monkeypatch.setenv("MH_PROFILE", "trace.json")
+    status, _, err = command(capsys, PREFILL)
+    assert status == 2 and "MH_PROFILE is set" in err
+    assert command(capsys, PREFILL, "--plan-only")[0] == 0
 
 
 def test_on_this_machine(capsys):
