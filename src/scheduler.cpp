@@ -105,6 +105,7 @@ void for_each(int64_t items, int64_t threads, const mh_exec& exec, const watched
       [](void* arg, int64_t worker) {
         const default_fp_state fp;
         auto* s = static_cast<shared*>(arg);
+        (void)s->next.load(std::memory_order_acquire);  // before anything else of the state is looked at
         s->watched.enter(worker);
         for (;;) {
           int64_t begin = s->next.load(), end;
