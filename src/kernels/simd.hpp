@@ -139,8 +139,7 @@ inline constexpr float exp2_terms<float, 5>[] = {1.32647271957e-3F, 9.6715126397
 // shift makes the power of two.
 template <class T, int N, int Shift = 0>
 MH_INLINE void split_power(vec<T> (&x)[N], vec<T> (&power)[N]) {
-  const vec<T> round(
-      static_cast<T>(sizeof(T) == 4 ? 12582912.0 + 127.0 - Shift : 6755399441055744.0 + 1023.0 - Shift));
+  const vec<T> round(static_cast<T>(sizeof(T) == 4 ? 12582912.0 + 127.0 - Shift : 6755399441055744.0 + 1023.0 - Shift));
 #pragma GCC unroll 16
   for (int i = 0; i < N; ++i) power[i] = x[i] + round;
 #pragma GCC unroll 16
