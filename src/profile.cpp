@@ -171,8 +171,9 @@ std::atomic<profile_session*> active{nullptr};
 std::atomic<int64_t> users{0};
 std::atomic<bool> verbose{false};
 
-std::mutex change;                              // of what follows
-std::unique_ptr<profile_session> last_session;  // the running one, or the one that ended last
+std::mutex change;  // of what follows
+// The running one, or the one that ended last. Never destroyed: threads may still be at work when the process ends.
+auto& last_session = *new std::unique_ptr<profile_session>;
 
 // The running session with a user more, or NULL.
 profile_session* join() noexcept {
@@ -181,10 +182,6 @@ profile_session* join() noexcept {
   if (session == nullptr) users.fetch_sub(1);
   return session;
 }
-
-}  // namespace
-
-namespace {
 
 void finish(thread_record& thread) noexcept {
   if (thread.finished.exchange(true)) return;
