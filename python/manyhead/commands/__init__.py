@@ -13,12 +13,10 @@ import sys
 from importlib import import_module
 
 from .._library import Error
-from .errors import UserError
+from .errors import FAILED, INTERRUPTED, OK, WRONG_USE, UserError
 
 COMMANDS = ("profile", "compare", "explain", "replay", "heads", "info")
 DEFAULT = "info"  # without a command
-
-OK, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 
 
 def make_parser() -> argparse.ArgumentParser:

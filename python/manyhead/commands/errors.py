@@ -1,13 +1,16 @@
-"""What a command says where the user's input is at fault."""
+"""What a command says where it does not end as it should: exit statuses, and sentences on what the user gave."""
 
 from __future__ import annotations
 
 import difflib
 import os
+import sys
 from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+
+OK, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 
 
 class UserError(ValueError):
@@ -26,6 +29,12 @@ def no_other_profile() -> None:
     """Commands that measure take profiles of their own."""
     if os.environ.get("MH_PROFILE"):
         raise UserError("the environment variable MH_PROFILE is set, and there can be one profile at a time: unset it")
+
+
+def interrupted(done: int, of: int, what: str) -> int:
+    """Says how far a command came, and returns its exit status."""
+    print(f"Interrupted: {done} of {of} {what} were done.", file=sys.stderr)
+    return INTERRUPTED
 
 
 def one_of(what: str, given: str, known: Iterable[str]) -> str:

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 from ..profiling import cases, document, explain
 from ..profiling.run import available_memory
-from .errors import UserError, need, no_other_profile, one_of
+from .errors import UserError, interrupted, need, no_other_profile, one_of
 from .options import isas_of, machine_facts, seconds_of, single, threads_of
 
 SUMMARY = "the plan for a problem, and the time it should take"
@@ -52,13 +51,13 @@ def run(options: argparse.Namespace) -> int:
     facts = machine_facts()
     rows = _rows(options, facts, _measure)
     found: list[explain.Explanation] = []
-    interrupted = False
+    stopped = False
     try:
         found.extend(_explained(options, rows, facts, _measure))
     except KeyboardInterrupt:
         if not found:
             raise
-        interrupted = True
+        stopped = True
     if options.json:
         print(json.dumps(found if options.table else found[0], indent=2))
     else:
@@ -67,9 +66,8 @@ def run(options: argparse.Namespace) -> int:
                 show_explain.show_table(console, found)
             else:
                 show_explain.show_explanation(console, found[0])
-    if interrupted:
-        print(f"Interrupted: {len(found)} of {len(rows)} rows were done.", file=sys.stderr)
-        return 130
+    if stopped:
+        return interrupted(len(found), len(rows), "rows")
     return 0
 
 

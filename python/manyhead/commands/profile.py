@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 from typing import Any
 
 from ..profiling import cases, document, sweep
 from ..profiling.limits import Limits
 from ..profiling.model import model_cases
 from ..profiling.run import available_memory, profile
-from .errors import UserError, need, no_other_profile, writable
+from .errors import UserError, interrupted, need, no_other_profile, writable
 from .options import isas_of, machine_facts, names, seconds_of, threads_of, words
 
 SUMMARY = "measure attention on this machine, and what the machine could do"
@@ -117,8 +116,7 @@ def run(options: argparse.Namespace) -> int:
             print(f"Wrote {file}.")
     if result["complete"]:
         return 0 if result["rows"] else 1  # all were left out; the notes say why
-    print(f"Interrupted: {len(result['rows'])} of {len(rows)} rows were done.", file=sys.stderr)
-    return 130
+    return interrupted(len(result["rows"]), len(rows), "rows")
 
 
 def _rows(options: argparse.Namespace, facts: dict[str, Any], tools: Any) -> list[cases.Row]:

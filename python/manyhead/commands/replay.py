@@ -10,7 +10,7 @@ import sys
 
 from ..profiling import replay
 from ..profiling.run import available_memory
-from .errors import UserError, need, no_other_profile, read_text
+from .errors import UserError, interrupted, need, no_other_profile, read_text
 from .options import isas_of, machine_facts, seconds_of, single, threads_of
 
 SUMMARY = "run the calls of a log of MH_VERBOSE=1 again"
@@ -47,12 +47,12 @@ def run(options: argparse.Namespace) -> int:
     if options.top is not None:
         log = log.top(_count(options.top))
     again = replay.Replay(log, _measure, facts, isa=isa, threads=threads, effort=effort, available=available_memory())
-    interrupted = False
+    stopped = False
     with show.progress() as watch:
         try:
             again.run(watch)
         except KeyboardInterrupt:
-            interrupted = True
+            stopped = True
     result = again.document()
     if options.json:
         print(json.dumps(result, indent=2))
@@ -60,9 +60,8 @@ def run(options: argparse.Namespace) -> int:
         with show.console() as console:
             show_replay.show_replay(console, result)
     done = sum(row["now"] is not None for row in result["rows"])
-    if interrupted:
-        print(f"Interrupted: {done} of {len(result['rows'])} problems were done.", file=sys.stderr)
-        return 130
+    if stopped:
+        return interrupted(done, len(result["rows"]), "problems")
     return 0 if done else 1  # all were left out; the notes say why
 
 

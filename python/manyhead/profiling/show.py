@@ -11,6 +11,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ..report import units
+from ..report.rows import NOISY
 from .cases import Row as PlannedRow
 from .compare import describe, noise_of
 from .sweep import Watch
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 PIPE_WIDTH = 100  # of a pipe, where COLUMNS does not say
-NOISY = 0.1  # above it, times of different rows cannot be compared
 DRIFTED = 0.05
 BAR = 15  # characters
 ONLY_NAMED = 5  # rows that only one file has

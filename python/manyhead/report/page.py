@@ -18,9 +18,8 @@ from ..commands.errors import need
 from . import charts, units
 from .charts import Figure
 from .roofline import KIND_COLOURS, has_place, roofline
-from .rows import Row, best, commonest_threads, curves, kind, of_series
+from .rows import NOISY, Row, best, commonest_threads, curves, kind, of_series
 
-NOISY = 0.10  # of spread: from here on the page warns
 TEMPLATES = Path(__file__).parent / "templates"
 
 

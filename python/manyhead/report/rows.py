@@ -11,6 +11,8 @@ from . import units
 
 Row = dict[str, Any]
 
+NOISY = 0.1  # noise above which times of different rows cannot be compared
+
 # What changes along the axis of a series. A curve is the rows that agree in all the rest. One query is a decode step,
 # which stays so at every length of the keys.
 ALONG = {
