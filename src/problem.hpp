@@ -13,6 +13,14 @@ struct problem : mh_problem {
   // biases and seqused_k describe the others. Used by the multi-head layer's bias_k and add_zero_attn; 0 for C callers.
   int64_t extra_keys = 0;
 
+  // Where the bytes of each tensor lie, by its place among the pointers of mh_tensors: from its first element, the lowest
+  // one and the end of the highest one. Both 0 for tensors that the problem lacks and for empty ones.
+  struct extent {
+    int64_t begin, end;
+    int32_t element;  // bytes
+    int32_t output;   // 1: it is written
+  } extents[16] = {};
+
   bool is_f64() const noexcept { return dtype == MH_DTYPE_F64; }
   bool has_input(uint32_t bit) const noexcept { return (inputs & bit) != 0; }
   bool has_output(uint32_t bit) const noexcept { return (outputs & bit) != 0; }
