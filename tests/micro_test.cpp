@@ -398,6 +398,14 @@ void check_product() {
         CHECK(c[rows * width + j] == T(3));  // the row behind is not touched
       }
       for (int64_t m = 0; m < rows; ++m) CHECK(c[m * width + used] == T(3));  // nor the vector beside
+      // Whole panels, whose last rows go through tiles of other sizes: the same bits.
+      aligned<T> whole_b((depth + 1) * used), whole_c((rows + 1) * used, T(3)), whole_top(used, T(0.5));
+      for (int64_t k = 0; k < depth; ++k) std::copy_n(b.get() + k * width, used, whole_b.get() + k * used);
+      product<product_mode::set_max, NV>(in_rows, whole_panel<const T, NV>{whole_b.get()}, rows, depth,
+                                         whole_panel<T, NV>{whole_c.get()}, whole_top.get());
+      for (int64_t m = 0; m <= rows; ++m)
+        CHECK(std::equal(whole_c.get() + m * used, whole_c.get() + (m + 1) * used, c.get() + m * width));
+      CHECK(std::equal(whole_top.get(), whole_top.get() + used, top.get()));
       // By columns, adding: what was there plus the product.
       const by_columns<T> in_columns{a.data(), rows + 1};
       if (static_cast<size_t>(depth * (rows + 1)) > a.size()) continue;

@@ -410,10 +410,13 @@ struct decode_task {
     row_of of(c, task.row_begin);
     for (int64_t r = 0; r < rows; ++r, of.step(c)) {
       const int64_t head = kv_head * c.group + of.member;
-      const row_end e = finish_row<T>(row_max[r], xsimd::reduce_add(load(row_sums + r * w)), c.exp_scale,
-                                      sink_of<T>(c, head, task.chunk));
-      write_state<T>(c, task.batch, head, of.query, task.chunk, e);
-      const T factor = static_cast<T>(e.factor * undo);
+      const T sum = xsimd::reduce_add(load(row_sums + r * w));
+      T factor = sum == T(0) ? T(0) : static_cast<T>(undo) / sum;
+      if (ends_count(c)) {
+        const row_end e = finish_row<T>(row_max[r], sum, c.exp_scale, sink_of<T>(c, head, task.chunk));
+        write_state<T>(c, task.batch, head, of.query, task.chunk, e);
+        if (c.sinks != nullptr) factor = static_cast<T>(e.factor * undo);
+      }
       if (pairs_apart()) {
         T* const values = out + r * v_dim;
         for (int64_t d = 0; d + 2 * w <= v_dim; d += 2 * w) {

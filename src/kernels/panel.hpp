@@ -330,6 +330,11 @@ MH_INLINE double careful_shift(int64_t keys) {
   return bits_needed;
 }
 
+// Whether more is to be made of a row's maximum and sum than the factor of its result.
+MH_INLINE bool ends_count(const kernel_call& c) {
+  return c.sinks != nullptr || c.lse != nullptr || c.row_states != nullptr || c.chunks > 1;
+}
+
 // Divides, transposes and stores a panel. False: something is not finite.
 template <class D>
 __attribute__((noinline)) bool finish_panel(const kernel_call& c, const kernel_task& task, int64_t kv_head,
@@ -341,7 +346,6 @@ __attribute__((noinline)) bool finish_panel(const kernel_call& c, const kernel_t
   const bool in_vectors = c.chunks > 1 || (!pairs && c.out_strides[3] == 1);  // rows take whole vectors,
   const bool in_pairs = pairs && c.chunks == 1 && c.out_strides[3] == 1;      // or two of them made narrow
   const double undo = careful ? ::exp2(careful_shift(c.kv_len)) : 1.0;
-  const bool ends_count = c.sinks != nullptr || c.lse != nullptr || c.row_states != nullptr || c.chunks > 1;
   if (!x.started) memset(x.out, 0, static_cast<size_t>(c.v_dim * x.width()) * sizeof(T));
   for (int64_t l0 = 0; l0 < x.count; l0 += w) {
     void* place[w];
@@ -354,7 +358,7 @@ __attribute__((noinline)) bool finish_panel(const kernel_call& c, const kernel_t
     for (int64_t l = 0; l < count; ++l, r.step(c)) {
       const int64_t head = kv_head * c.group + r.member;
       place[l] = place_of_row<D>(c, task.batch, head, r.query, task.chunk);
-      if (!ends_count) continue;
+      if (!ends_count(c)) continue;
       const row_end e =
           finish_row<T>(x.row_max[l0 + l], x.row_sum[l0 + l], c.exp_scale, sink_of<T>(c, head, task.chunk));
       if (c.sinks != nullptr) factor[l] = static_cast<T>(e.factor * undo);

@@ -236,16 +236,43 @@ MH_INLINE void product_tile(A a, B b, int64_t depth, C c, T* column_max, line_wa
   }
 }
 
-// All `rows` rows of C, in tiles of M rows and then of M / 2, ... 1.
+// Rows of C that are any number of keys, 1 <= rows < 2 M, in one tile or two of even size.
+template <product_mode Mode, int M, int NV, class T, class A, class B, class C>
+MH_INLINE void one_tile(A a, B b, int64_t rows, int64_t depth, C c, T* column_max) {
+  if (rows == M) {
+    line_walk none(upcoming{});
+    product_tile<Mode, M, NV, false>(a, b, depth, c, column_max, none, no_stairs{});
+  } else if constexpr (M > 1) {
+    one_tile<Mode, M - 1, NV>(a, b, rows, depth, c, column_max);
+  }
+}
+template <product_mode Mode, int M, int NV, class T, class A, class B, class C>
+__attribute__((noinline)) void product_rest(A a, B b, int64_t rows, int64_t depth, C c, T* column_max) {
+  int64_t m = 0;
+  for (int64_t left = rows > M ? 2 : 1; left > 0; --left) {
+    const int64_t part = (rows - m) / left;
+    one_tile<Mode, M, NV>(a.from(m), b, part, depth, c.from(m), column_max);
+    m += part;
+  }
+}
+
+// All `rows` rows of C, in tiles of M rows. What is left of keys, which may be any number, makes tiles of any size: few
+// rows have too few sums at once to hide the latency of the multiply-adds, 1 takes as long as 8. What is left of dims,
+// mostly a multiple of 8, goes into tiles of M / 2, ... 1.
 template <product_mode Mode, int M, int NV, bool Ahead, class T, class A, class B, class C, class Stairs = no_stairs>
 MH_INLINE void product_tiles(A a, B b, int64_t rows, int64_t depth, C c, T* column_max, line_walk& next,
                              const Stairs& reached = {}) {
+  constexpr bool of_keys = std::is_same_v<A, by_rows<T>> && std::is_same_v<B, whole_panel<const T, NV>> &&
+                           (Mode == product_mode::set || Mode == product_mode::set_max);
+  const int64_t whole = of_keys && rows % M != 0 ? rows - M : rows;
   int64_t m = 0;
-  for (; m + M <= rows; m += M) {
+  for (; m + M <= whole; m += M) {
     if constexpr (Ahead) next.turn();
     product_tile<Mode, M, NV, Ahead>(a.from(m), b, depth, c.from(m), column_max, next, reached);
   }
-  if constexpr (M > 1) {
+  if constexpr (of_keys) {
+    if (m < rows) product_rest<Mode, M, NV>(a.from(m), b, rows - m, depth, c.from(m), column_max);
+  } else if constexpr (M > 1) {
     if (m < rows)
       product_tiles<Mode, (M == 12 || M == 6 ? M / 3 * 2 : M / 2), NV, Ahead>(a.from(m), b, rows - m, depth, c.from(m),
                                                                               column_max, next, reached);
