@@ -414,11 +414,16 @@ class layer final : public mha {
     if (c.batch == 0 || c.q_len == 0) return;
     const plan attention = make_plan(p, table_, this_machine().l2_bytes);
 
-    const watched_call watched(usable_threads(exec), [&](char* text, size_t size) {
-      std::snprintf(text, size, "layer %s b%lld q%lld kv%lld embed_dim %lld heads %lld", dtype_name(sizes_.dtype),
-                    static_cast<long long>(c.batch), static_cast<long long>(c.q_len), static_cast<long long>(c.kv_len),
-                    static_cast<long long>(sizes_.embed_dim), static_cast<long long>(sizes_.heads));
-    });
+    const double wide = static_cast<double>(sizes_.heads) * static_cast<double>(sizes_.head_dim + sizes_.v_dim);
+    const double projected = 2.0 * static_cast<double>(sizes_.embed_dim) * wide * static_cast<double>(c.batch) *
+                             static_cast<double>(c.q_len + c.kv_len);
+    const watched_call watched(
+        usable_threads(exec), attention.expected_us() + expected_us(projected, 0), [&](char* text, size_t size) {
+          std::snprintf(text, size, "layer %s b%lld q%lld kv%lld embed_dim %lld heads %lld", dtype_name(sizes_.dtype),
+                        static_cast<long long>(c.batch), static_cast<long long>(c.q_len),
+                        static_cast<long long>(c.kv_len), static_cast<long long>(sizes_.embed_dim),
+                        static_cast<long long>(sizes_.heads));
+        });
     const rows_view<const Real> x_q = readable(a.x_q, x_q_copy, exec, watched);
     const rows_view<const Real> x_k = k_is_q ? x_q : readable(a.x_k, x_k_copy, exec, watched);
     const rows_view<const Real> x_v = v_is_q ? x_q : v_is_k ? x_k : readable(a.x_v, x_v_copy, exec, watched);

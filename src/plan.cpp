@@ -264,8 +264,9 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes) {
 
 const char* const route_names[route_count] = {"tile", "decode", "matrix"};
 
-// 40 GFLOP/s, 10 GB/s. Waking a second thread costs 3 to 100 microseconds.
-double plan::expected_us() const { return flops / 40e3 + bytes / 10e3; }
+double expected_us(double flops, double bytes) { return flops / 40e3 + bytes / 10e3; }
+double plan::expected_us() const { return manyhead::expected_us(flops, bytes); }
+// Waking a second thread costs 3 to 100 microseconds.
 bool plan::is_short() const { return expected_us() < 30; }
 
 std::string describe(const plan& plan, bool json, int64_t threads) {

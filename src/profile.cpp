@@ -1,5 +1,6 @@
 // See profile.hpp. A session is found through one atomic pointer. Who uses it says so in a count, which end_profile waits
-// for; after that it only reads. Sessions live until the next one begins, so that they can be described.
+// for; after that it only reads. Sessions live until the next one begins, so that they can be described. A call that is
+// not looked at leaves them alone: it knows a session by its number, and is counted outside of it.
 #include "profile.hpp"
 
 #include <algorithm>
@@ -38,9 +39,9 @@ struct call_record {
   int64_t threads;
   double start, seconds;  // since the session began
   int32_t thread;
+  int64_t stands_for;  // so many calls
   bool done;
-  bool looked_at;             // its tasks too
-  std::atomic<bool> missing;  // there was no room for some of them
+  std::atomic<bool> missing;  // there was no room for some of its tasks
   char what[160];
 };
 
@@ -50,7 +51,6 @@ struct alignas(64) worker_record {
   int32_t thread;  // -1: did nothing
   int32_t what;    // the stage's phase
   int64_t tasks;
-  uint64_t last;                   // the end of its last task
   uint64_t busy;                   // in its tasks
   uint64_t detailed[phase_count];  // in some of them, where kernels name phases
 };
@@ -61,11 +61,13 @@ double seconds_now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-struct task_record {
+// Tasks that a worker did one after another, between two looks at the clock. A cache line: it is new to the cache.
+struct alignas(64) task_record {
   std::atomic<int64_t> worker;  // index of the worker's record, plus 1: 0 = not written yet
   uint64_t begin, end;
   int64_t phases;  // index of its phases, -1 = not looked into
-  int32_t batch, kv_head, chunk;
+  int32_t tasks;
+  int32_t batch, kv_head, chunk;  // of the first
   int64_t row_begin, row_end;
 };
 
@@ -86,8 +88,9 @@ struct thread_record {
   thread_counters counters;
   counts counted;
   std::atomic<bool> finished;  // counted is final
+  int64_t skipped;             // calls that were not watched
   int64_t problem;             // index of its last call's, -1 = none
-  int64_t to_next_detailed;    // tasks
+  uint64_t next_detailed;      // when it may look into a task again
   uint64_t random;
 };
 
@@ -95,11 +98,19 @@ constexpr int32_t most_threads = 1024;            // later ones' calls and tasks
 constexpr int32_t most_counted_threads = 64;      // each counter is an open file
 constexpr int64_t most_worker_records = 1 << 18;  // 32 MB
 constexpr int64_t default_calls = 4096, default_tasks = 65536;
-// A task's phases are 20 to 50 looks at the clock, 30 ns each: too many for each task. One in about so many, chosen by
-// chance, as neighbours differ in a pattern (causal).
-constexpr int64_t tasks_per_detailed = 8;
-// Of calls that take some microseconds, one in so many is looked into: their tasks are shorter than a look.
-constexpr int64_t short_calls_per_look = 16;
+// What watching may cost. A short call is watched one time in so many that the watching of it, some `call_cost_us`, is
+// `call_share` of the calls' time. A look at the clock takes 10 to 30 ns: there is one in the time of `looks_per_run`. A
+// task's phases are 20 to 50 looks, or more where it is long: one task is looked into in the time of
+// `looks_per_detailed` and of `times_per_detailed` tasks. Which one is left to chance, as neighbours differ in a pattern
+// (the rows of a causal problem, the layers of a model).
+constexpr double call_cost_us = 2, call_share = 0.004;
+// Cores are up to so many times as fast as expected_us says, matrix units so many times as fast as cores; a call takes
+// some time whatever it computes.
+constexpr double faster_core = 8, faster_matrix = 4, empty_call_us = 1;
+constexpr double looks_per_run = 3000, looks_per_detailed = 40000, times_per_detailed = 12;
+// The first calls of a thread are watched whatever it costs, with a task of each worker looked into: a profile of a few
+// calls shows them all.
+constexpr int64_t first_calls = 64;
 
 const char* const phase_names[phase_count] = {"pack",  "scores", "mask",    "softmax", "values",
                                               "store", "merge",  "weights", "project"};
@@ -133,11 +144,25 @@ struct room {
   std::atomic<int64_t> taken{0};
 };
 
+uint64_t next_random(uint64_t& state) noexcept {
+  state = state * 6364136223846793005U + 1442695040888963407U;
+  return state >> 33;
+}
+
+// The ticks that a look at the clock takes; less than one where it is slow.
+double measured_look() noexcept {
+  constexpr int looks = 256;
+  const uint64_t begin = read_ticks();
+  for (int i = 1; i < looks; ++i) (void)read_ticks();
+  return static_cast<double>(read_ticks() - begin) / looks;
+}
+
 }  // namespace
 
 struct profile_session {
-  explicit profile_session(const mh_profile_options& o)
-      : counters((o.flags & MH_PROFILE_COUNTERS) != 0),
+  profile_session(const mh_profile_options& o, int64_t n)
+      : number(n),
+        counters((o.flags & MH_PROFILE_COUNTERS) != 0),
         calls(o.calls > 0 ? o.calls : default_calls),
         problems(calls.size),
         workers(std::clamp<int64_t>(4 * max_threads() * calls.size, 4096, most_worker_records)),
@@ -146,19 +171,20 @@ struct profile_session {
         why_not(counters ? why_no_counters() : ""),
         threads(std::make_unique<thread_record[]>(most_threads)) {}
 
+  const int64_t number;
   const bool counters;
   room<call_record> calls;
   room<problem_record> problems;
   room<worker_record> workers;
   room<task_record> tasks;
   room<phases_record> phases;
-  std::atomic<int64_t> short_calls{0};
   std::atomic<int64_t> lost_calls{0};  // of threads that there was no room for
   std::string why_not;                 // there are no hardware counters
   std::unique_ptr<thread_record[]> threads;
   std::atomic<int32_t> thread_count{0};
   double start = seconds_now(), seconds = 0;
   uint64_t start_ticks = read_ticks(), ticks = 0;
+  const double look = measured_look();
 
   int64_t problem_of(const plan& plan, thread_record& thread) noexcept;
   // This thread's place among `threads`.
@@ -168,12 +194,21 @@ struct profile_session {
 namespace {
 
 std::atomic<profile_session*> active{nullptr};
+std::atomic<int64_t> running{0};  // the number of the active one, 0 = none
 std::atomic<int64_t> users{0};
 std::atomic<bool> verbose{false};
 
 std::mutex change;  // of what follows
 // The running one, or the one that ended last. Never destroyed: threads may still be at work when the process ends.
 auto& last_session = *new std::unique_ptr<profile_session>;
+
+// The calls of each thread of the session that were not watched. Not in the session, as who only counts does not join
+// it: each thread counts on its own and stores the sum here. A thread that is held up in between while another session
+// begins can spoil one count of that one, no more.
+struct alignas(64) skipped_count {
+  std::atomic<int64_t> calls;
+};
+skipped_count skipped[most_threads];
 
 // The running session with a user more, or NULL.
 profile_session* join() noexcept {
@@ -191,31 +226,37 @@ void finish(thread_record& thread) noexcept {
 
 // A thread's place in the session that it works for. A thread that ends gives the files of its counters back.
 struct thread_place {
-  const profile_session* session = nullptr;
-  double start = 0;  // of the session: another one may get the same address
-  int32_t index = 0;
+  int64_t session = 0;  // its number
+  int32_t index = -1;
+  int64_t first_calls = 0;  // so many are still watched in any case
+  int64_t skipped = 0;
+  uint64_t random = 0;
 
   ~thread_place() {
-    if (session == nullptr) return;
-    profile_session* running = join();
-    if (running == nullptr) return;
-    if (running == session && running->start == start && index >= 0) finish(running->threads[index]);
+    if (session == 0) return;
+    profile_session* joined = join();
+    if (joined == nullptr) return;
+    if (joined->number == session && index >= 0) finish(joined->threads[index]);
     users.fetch_sub(1);
   }
 };
+thread_local thread_place this_place;
 
 }  // namespace
 
 int32_t profile_session::this_thread() noexcept {
-  thread_local thread_place place;
-  if (place.session == this && place.start == start) return place.index;
+  thread_place& place = this_place;
+  if (place.session == number) return place.index;
   int32_t index = thread_count.load();
   while (index < most_threads && !thread_count.compare_exchange_weak(index, index + 1)) {
   }
-  place.session = this;
-  place.start = start;
+  place.session = number;
   place.index = index < most_threads ? index : -1;
+  place.first_calls = first_calls;
+  place.skipped = 0;
+  place.random = static_cast<uint64_t>(index);
   if (place.index < 0) return -1;
+  skipped[index].calls.store(0, std::memory_order_relaxed);
   thread_record& thread = threads[index];
   thread.id = thread_id();
   thread.problem = -1;
@@ -244,14 +285,47 @@ int64_t profile_session::problem_of(const plan& plan, thread_record& thread) noe
 // --- calls and tasks ------------------------------------------------------------------------------------------------
 
 bool watched_call::watching() noexcept {
-  return active.load(std::memory_order_relaxed) != nullptr || verbose.load(std::memory_order_relaxed);
+  return running.load(std::memory_order_relaxed) != 0 || verbose.load(std::memory_order_relaxed);
 }
 
-void watched_call::start(const plan* plan, int64_t threads, const watched_call* within) noexcept {
-  session_ = join();
+// Whether there is anything to do for this call. If a profile runs that does not look at it, it is counted here.
+bool watched_call::choose(int64_t threads, double expected_us, const watched_call* within) noexcept {
   logged_ = verbose.load(std::memory_order_relaxed);
-  plan_ = plan;
   threads_ = threads;
+  stands_for_ = 1;
+  looked_into_ = true;
+  const int64_t session = running.load(std::memory_order_relaxed);
+  if (session == 0) return logged_;
+  thread_place& place = this_place;
+  bool watched = true;
+  if (within != nullptr) {
+    watched = within->session_ != nullptr;
+    stands_for_ = within->stands_for_;
+    looked_into_ = within->looked_into_;
+  } else if (place.session == session && --place.first_calls < 0) {
+    const double least_us = empty_call_us + expected_us / faster_core / static_cast<double>(threads);
+    const double calls = call_cost_us / call_share / least_us;
+    looked_into_ = calls > 1;
+    if (looked_into_) {
+      stands_for_ = static_cast<int64_t>(calls) + 1;
+      watched = next_random(place.random) * static_cast<uint64_t>(stands_for_) >> 31 == 0;
+    }
+  }
+  if (watched) {
+    session_ = join();
+  } else if (place.session == session && place.index >= 0) {
+    skipped[place.index].calls.store(++place.skipped, std::memory_order_relaxed);
+  }
+  return session_ != nullptr || logged_;
+}
+
+void watched_call::start(const plan& plan, int64_t threads, const watched_call* within) noexcept {
+  if (!choose(threads, plan.expected_us() / (plan.kernel == route_matrix ? faster_matrix : 1.0), within)) return;
+  plan_ = &plan;
+  begin(within);
+}
+
+void watched_call::begin(const watched_call* within) noexcept {
   start_ = seconds_now();
   if (session_ == nullptr) return;
   profile_session& s = *session_;
@@ -260,20 +334,18 @@ void watched_call::start(const plan* plan, int64_t threads, const watched_call* 
     s.lost_calls.fetch_add(1);
     return;
   }
-  const int64_t problem = plan != nullptr ? s.problem_of(*plan, s.threads[thread]) : -1;
-  const int64_t index = plan != nullptr && problem < 0 ? -1 : s.calls.take();
+  const int64_t problem = plan_ != nullptr ? s.problem_of(*plan_, s.threads[thread]) : -1;
+  const int64_t index = plan_ != nullptr && problem < 0 ? -1 : s.calls.take();
   if (index < 0) return;
   record_ = &s.calls[index];
   record_->problem = problem;
-  record_->threads = threads;
+  record_->threads = threads_;
+  record_->stands_for = stands_for_;
   record_->thread = thread;
   record_->start = start_ - s.start;
   const bool inside = within != nullptr && within->session_ == session_ && within->record_ != nullptr;
   record_->within = inside ? within->record_ - s.calls.records.get() : -1;
-  if (plan == nullptr) std::memcpy(record_->what, what_, sizeof what_);
-  short_ = plan != nullptr && plan->is_short();
-  looked_at_ = inside ? within->looked_at_ : !short_ || s.short_calls.fetch_add(1) % short_calls_per_look == 0;
-  record_->looked_at = looked_at_;
+  if (plan_ == nullptr) std::memcpy(record_->what, what_, sizeof what_);
 }
 
 void watched_call::stop() noexcept {
@@ -301,7 +373,7 @@ void watched_call::log(double seconds) const noexcept {
   std::fwrite(line, 1, static_cast<size_t>(std::clamp<int>(size, 0, sizeof line - 1)), stderr);
 }
 
-void watched_stage::start(const watched_call& call, phase what, int64_t workers) noexcept {
+void watched_stage::start(const watched_call& call, phase what, int64_t tasks, int64_t workers) noexcept {
   profile_session& s = *call.session_;
   const int64_t first = s.workers.take(workers);
   if (first < 0) {
@@ -310,6 +382,7 @@ void watched_stage::start(const watched_call& call, phase what, int64_t workers)
   }
   call_ = &call;
   workers_ = &s.workers[first];
+  tasks_each_ = (tasks + workers - 1) / workers;
   for (int64_t i = 0; i < workers; ++i) {
     workers_[i].call = call.record_ - s.calls.records.get();
     workers_[i].thread = -1;
@@ -317,41 +390,46 @@ void watched_stage::start(const watched_call& call, phase what, int64_t workers)
   }
 }
 
-void watched_stage::begin_work(int64_t worker) const noexcept {
-  worker_record& w = workers_[worker];
-  w.thread = call_->session_->this_thread();
-  w.last = read_ticks();
-  if (w.thread < 0) call_->record_->missing.store(true, std::memory_order_relaxed);
-}
-
-void watched_task::start(const watched_stage& stage, int64_t worker, const kernel_task* task) noexcept {
+void watched_worker::start(const watched_stage& stage, int64_t worker) noexcept {
+  profile_session& s = *stage.call_->session_;
   worker_record& w = stage.workers_[worker];
-  if (w.thread < 0) return;
-  worker_ = &w;
-  session_ = stage.call_->session_;
-  task_ = task;
-  start_ = w.last;  // a worker takes one task after another
-  detailed_ = false;
-  if (w.what != phase_count) return;
-  thread_record& thread = session_->threads[w.thread];
-  detailed_ = stage.call_->short_ || thread.to_next_detailed == 0;
-  if (!detailed_) {
-    --thread.to_next_detailed;
+  w.thread = s.this_thread();
+  if (w.thread < 0) {
+    stage.call_->record_->missing.store(true, std::memory_order_relaxed);
     return;
   }
-  thread.random = thread.random * 6364136223846793005U + 1442695040888963407U;
-  thread.to_next_detailed = static_cast<int64_t>((thread.random >> 33) % (2 * tasks_per_detailed - 1));
-  clock_ = {};
-  clock_.weight = 1;
-  clock_.last = start_;
+  record_ = &w;
+  session_ = &s;
+  last_ = read_ticks();
+  fastest_ = std::numeric_limits<double>::infinity();
+  run_ = 1;
+  pending_ = 0;
+  detailed_ = false;
+  to_detailed_ = -1;
+  if (w.what != phase_count) return;
+  // Any of its tasks: not always the first. Whoever does more than its share comes to it.
+  thread_record& thread = s.threads[w.thread];
+  if (stage.call_->looked_into_ || last_ >= thread.next_detailed)
+    to_detailed_ = static_cast<int64_t>(next_random(thread.random) % static_cast<uint64_t>(stage.tasks_each_));
 }
 
-void watched_task::stop() noexcept {
+void watched_worker::begin_detailed() noexcept {
+  if (pending_ > 0) end_run();
+  detailed_ = true;
+  run_ = 1;
+  clock_ = {};
+  clock_.weight = 1;
+  clock_.last = last_;
+}
+
+void watched_worker::end_run() noexcept {
   profile_session& s = *session_;
-  const uint64_t end = detailed_ ? clock_.last : read_ticks(), total = end - start_;
-  worker_->last = end;
-  worker_->busy += total;
-  ++worker_->tasks;
+  thread_record& thread = s.threads[record_->thread];
+  const uint64_t begin = last_, end = detailed_ ? clock_.last : read_ticks(), total = end - begin;
+  record_->busy += total;
+  record_->tasks += pending_;
+  // By the fastest, as who is interrupted takes long.
+  fastest_ = std::min(fastest_, std::max(static_cast<double>(total), 1.0) / static_cast<double>(pending_));
   int64_t phases = -1;
   if (detailed_) {
     // Brought to the task's time: some phases are taken from a part of its tiles.
@@ -361,24 +439,34 @@ void watched_task::stop() noexcept {
     phases = s.phases.take();
     for (int i = 0; i < phase_count; ++i) {
       const auto ticks = static_cast<uint64_t>(static_cast<double>(clock_.ticks[i]) * scale);
-      worker_->detailed[i] += ticks;
+      record_->detailed[i] += ticks;
       if (phases >= 0) s.phases[phases].ticks[i] = ticks;
     }
+    const double pause = std::max(looks_per_detailed * s.look, times_per_detailed * fastest_);
+    thread.next_detailed =
+        end + static_cast<uint64_t>(pause * 0x1p-30 * static_cast<double>(next_random(thread.random)));
   }
   const int64_t index = s.tasks.take();
-  if (index < 0) return;
-  task_record& r = s.tasks[index];
-  r.begin = std::max(start_, s.start_ticks) - s.start_ticks;
-  r.end = r.begin + total;
-  r.phases = phases;
-  if (task_ != nullptr) {
-    r.batch = static_cast<int32_t>(task_->batch);
-    r.kv_head = static_cast<int32_t>(task_->kv_head_begin);
-    r.chunk = static_cast<int32_t>(task_->chunk);
-    r.row_begin = task_->row_begin;
-    r.row_end = task_->row_end;
+  if (index >= 0) {
+    task_record& r = s.tasks[index];
+    r.tasks = static_cast<int32_t>(pending_);
+    r.begin = std::max(begin, s.start_ticks) - s.start_ticks;
+    r.end = r.begin + total;
+    r.phases = phases;
+    if (record_->what == phase_count) {
+      r.batch = static_cast<int32_t>(first_.batch);
+      r.kv_head = static_cast<int32_t>(first_.kv_head_begin);
+      r.chunk = static_cast<int32_t>(first_.chunk);
+      r.row_begin = first_.row_begin;
+      r.row_end = first_.row_end;
+    }
+    r.worker.store(record_ - s.workers.records.get() + 1, std::memory_order_release);
   }
-  r.worker.store(worker_ - s.workers.records.get() + 1, std::memory_order_release);
+  run_ = 1 + static_cast<int64_t>(std::min(looks_per_run * s.look / fastest_, 1e6));
+  if (record_->what == phase_count && to_detailed_ < 0 && end >= thread.next_detailed) to_detailed_ = 0;
+  last_ = end;
+  pending_ = 0;
+  detailed_ = false;
 }
 
 // --- sessions ---------------------------------------------------------------------------------------------------------
@@ -392,12 +480,15 @@ void begin_profile(const mh_profile_options& options) {
   if (options.calls > most || options.tasks > most) invalid("options.calls and options.tasks must be at most 2^24");
   const std::lock_guard lock(change);
   if (active.load() != nullptr) invalid("a profile is running: end it first");
-  last_session = std::make_unique<profile_session>(options);
+  static int64_t sessions = 0;
+  last_session = std::make_unique<profile_session>(options, ++sessions);
   active.store(last_session.get());
+  running.store(last_session->number);
 }
 
 // Stops the session and waits for its calls, at most so long. False: some still run.
 static bool stop_profile(profile_session& session, double patience) {
+  running.store(0);
   active.store(nullptr);
   for (const double end = seconds_now() + patience; users.load() != 0;) {
     if (seconds_now() > end) return false;
@@ -405,7 +496,10 @@ static bool stop_profile(profile_session& session, double patience) {
   }
   session.seconds = seconds_now() - session.start;
   session.ticks = read_ticks() - session.start_ticks;
-  for (int32_t i = 0; i < session.thread_count.load(); ++i) finish(session.threads[i]);
+  for (int32_t i = 0; i < session.thread_count.load(); ++i) {
+    finish(session.threads[i]);
+    session.threads[i].skipped = skipped[i].calls.load(std::memory_order_relaxed);
+  }
   return true;
 }
 
@@ -461,10 +555,10 @@ struct work {
   uint64_t detailed[phase_count] = {};
   uint64_t whole[phase_count] = {};  // in tasks that are one phase
 
-  void add(const worker_record& w) {
-    tasks += w.tasks;
-    (w.what == phase_count ? kernels : whole[w.what]) += w.busy;
-    for (int i = 0; i < phase_count; ++i) detailed[i] += w.detailed[i];
+  void add(const worker_record& w, uint64_t times = 1) {
+    tasks += w.tasks * static_cast<int64_t>(times);
+    (w.what == phase_count ? kernels : whole[w.what]) += w.busy * times;
+    for (int i = 0; i < phase_count; ++i) detailed[i] += w.detailed[i] * times;
   }
   void add(const work& w) {
     tasks += w.tasks;
@@ -518,7 +612,8 @@ void add_call(json& out, const profile_session& s, const call_record& call, cons
   }
   out.key("thread").value(s.threads[call.thread].id).key("threads").value(call.threads);
   out.key("start").value(call.start).key("seconds").value(call.seconds);
-  const bool whole = call.looked_at && !call.missing.load();
+  out.key("stands_for").value(call.stands_for);
+  const bool whole = !call.missing.load();
   out.key("tasks");
   whole ? out.value(w.tasks) : out.raw("null");
   add_phases(out, whole ? &w : nullptr, per_tick, static_cast<double>(call.threads) * call.seconds);
@@ -535,19 +630,22 @@ void add_counters(json& out, const counts& counted) {
 }
 
 void add_summary(json& out, const profile_session& s, double per_tick) {
+  const int32_t thread_count = s.thread_count.load();
   out.raw("{").key("version").value(MH_VERSION_MAJOR * 10000 + MH_VERSION_MINOR * 100 + MH_VERSION_PATCH);
   out.key("seconds").value(s.seconds);
+  int64_t calls_skipped = 0;
+  for (int32_t i = 0; i < thread_count; ++i) calls_skipped += s.threads[i].skipped;
+  out.key("calls_skipped").value(calls_skipped);
   out.key("calls_dropped").value(s.calls.dropped() + s.lost_calls.load());
   out.key("tasks_dropped").value(s.tasks.dropped());
   out.key("counters_note");
   s.counters&& s.why_not.empty() ? out.raw("null")
                                  : out.value(s.counters ? s.why_not.c_str() : "hardware counters were not asked for");
-  const int32_t thread_count = s.thread_count.load();
   std::vector<work> of_calls(static_cast<size_t>(s.calls.kept())), of_threads(static_cast<size_t>(thread_count));
   for (int64_t i = 0; i < s.workers.kept(); ++i) {
     const worker_record& w = s.workers[i];
     if (w.thread < 0 || w.tasks == 0) continue;
-    of_threads[static_cast<size_t>(w.thread)].add(w);
+    of_threads[static_cast<size_t>(w.thread)].add(w, static_cast<uint64_t>(s.calls[w.call].stands_for));
     of_calls[static_cast<size_t>(w.call)].add(w);
   }
   // Calls inside others began after them.
@@ -575,7 +673,7 @@ void add_slice(json& out, const char* name, const char* kind, int64_t thread, do
   out.key("pid").value(1).key("tid").value(thread).key("ts").value(start * 1e6).key("dur").value(seconds * 1e6);
 }
 
-// A task and, inside it, the phases of those that were looked into, one after another: in truth they take turns.
+// A run of tasks and, inside one that was looked into, its phases, one after another: in truth they take turns.
 void add_task(json& out, const profile_session& s, const task_record& task, double per_tick) {
   const worker_record& worker = s.workers[task.worker.load(std::memory_order_acquire) - 1];
   const auto seconds = [per_tick](uint64_t ticks) { return static_cast<double>(ticks) * per_tick; };
@@ -583,7 +681,7 @@ void add_task(json& out, const profile_session& s, const task_record& task, doub
   const bool kernel = worker.what == phase_count;
   double start = seconds(task.begin);
   add_slice(out, kernel ? "task" : phase_names[worker.what], "task", thread, start, seconds(task.end - task.begin));
-  out.key("args").raw("{").key("call").value(worker.call);
+  out.key("args").raw("{").key("call").value(worker.call).key("tasks").value(task.tasks);
   if (kernel) {
     out.key("batch").value(task.batch).key("kv_head").value(task.kv_head).key("chunk").value(task.chunk);
     out.key("row_begin").value(task.row_begin).key("row_end").value(task.row_end);
@@ -609,7 +707,8 @@ void add_trace(json& out, const profile_session& s, double per_tick) {
     const call_record& call = s.calls[i];
     if (!call.done) continue;
     add_slice(out, title_of(s, call).c_str(), "call", s.threads[call.thread].id, call.start, call.seconds);
-    out.key("args").raw("{").key("call").value(i).key("threads").value(call.threads).raw("}}");
+    out.key("args").raw("{").key("call").value(i).key("threads").value(call.threads);
+    out.key("stands_for").value(call.stands_for).raw("}}");
   }
   for (int64_t i = 0; i < s.tasks.kept(); ++i)
     if (s.tasks[i].worker.load(std::memory_order_acquire) != 0) add_task(out, s, s.tasks[i], per_tick);
@@ -661,6 +760,7 @@ bool start_watching() {
 #if defined(__linux__)
   // A forked child has none of the threads whose calls were running.
   pthread_atfork(nullptr, nullptr, [] {
+    running.store(0);
     active.store(nullptr);
     users.store(0);
   });

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "plan.hpp"
 #include "pool.hpp"
 #include "scheduler.hpp"
 
@@ -12,8 +13,6 @@ namespace {
 int64_t blocks(int64_t n, int64_t size) { return (n + size - 1) / size; }
 int64_t round_up(int64_t n, int64_t step) { return blocks(n, step) * step; }
 
-// A low guess of how long work takes, in microseconds: rates that any core of the last ten years reaches.
-double least_us(double flops, double bytes) { return flops / 40e3 + bytes / 10e3; }
 // Waking a thread costs 3 to 100 microseconds: each should find at least this much work.
 constexpr double us_of_thread = 15;
 // Shorter tasks cost more to hand out than they gain.
@@ -51,7 +50,7 @@ struct cut {
     block = round_up(blocks(rows, blocks(rows, most_rows)), rows <= most_rows ? 1 : row_step);
     blocks_ = blocks(rows, block);
     const double bytes = static_cast<double>(p.w->panel_bytes());
-    const double of_panel = least_us(2 * bytes / sizeof(Real) * static_cast<double>(block), bytes);
+    const double of_panel = expected_us(2 * bytes / sizeof(Real) * static_cast<double>(block), bytes);
     group = std::min(static_cast<int64_t>(us_of_task / of_panel) + 1, panels);
     groups = blocks(panels, group);
     us = of_panel * static_cast<double>(panels * blocks_);

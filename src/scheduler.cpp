@@ -82,8 +82,35 @@ struct turn {
   int64_t worker;
   int64_t index;
   int64_t next;  // the index that this worker does next, -1 where it does not know
-  const watched_stage* watched;
+  watched_worker* watched;
 };
+
+// What the workers of for_each share.
+template <class Item>
+struct shared_items {
+  const Item* item;
+  int64_t items, step, divisor;
+  watched_stage watched;
+  std::atomic<int64_t> next;
+};
+
+template <class Item>
+void do_items(shared_items<Item>& s, int64_t worker) {
+  watched_worker watched(s.watched, worker);
+  for (;;) {
+    int64_t begin = s.next.load(), end;
+    do {
+      end = begin + std::max<int64_t>(s.step, (s.items - begin) / s.divisor);
+    } while (begin < s.items && !s.next.compare_exchange_weak(begin, end));
+    if (begin >= s.items) return;
+    end = std::min(end, s.items);
+    for (int64_t i = begin; i < end; ++i) {
+      watched.begin_task();
+      (*s.item)(turn{worker, i, i + 1 < end ? i + 1 : -1, &watched});
+      watched.end_task();
+    }
+  }
+}
 
 // item(turn) for each index of 0..items-1 on at most `threads` workers, all of them `what` to a profile. A worker takes
 // `step` neighbours at a time, or with in_runs more, fewer towards the end (half of an equal share of what is left).
@@ -91,31 +118,19 @@ template <class Item>
 void for_each(int64_t items, int64_t threads, const mh_exec& exec, const watched_call& watched, phase what,
               const Item& item, int64_t step = 1, bool in_runs = false) {
   if (items <= 0) return;
-  struct shared {
-    const Item* item;
-    int64_t items, step, divisor;
-    watched_stage watched;
-    std::atomic<int64_t> next;
-  } state{&item, items, step, in_runs ? 2 * threads : items, {watched, what, std::min(items, threads)}, {}};
+  using shared = shared_items<Item>;
+  const int64_t workers = std::min(items, threads);
+  shared state{&item, items, step, in_runs ? 2 * threads : items, {watched, what, items, workers}, {}};
   // What `next` orders: everything before this store happens before every item, every item before the load at the end.
   // The pool orders both as well, but neither every host's nor, to ThreadSanitizer, oneTBB's can be seen to.
   state.next.store(0, std::memory_order_release);
   spread(
-      std::min(items, threads), exec,
+      workers, exec,
       [](void* arg, int64_t worker) {
         const default_fp_state fp;
         auto* s = static_cast<shared*>(arg);
         (void)s->next.load(std::memory_order_acquire);  // before anything else of the state is looked at
-        s->watched.enter(worker);
-        for (;;) {
-          int64_t begin = s->next.load(), end;
-          do {
-            end = begin + std::max<int64_t>(s->step, (s->items - begin) / s->divisor);
-          } while (begin < s->items && !s->next.compare_exchange_weak(begin, end));
-          if (begin >= s->items) break;
-          end = std::min(end, s->items);
-          for (int64_t i = begin; i < end; ++i) (*s->item)(turn{worker, i, i + 1 < end ? i + 1 : -1, &s->watched});
-        }
+        do_items(*s, worker);
         s->next.fetch_add(0);  // a write, which the load at the end sees: finding nothing left was only a read
       },
       &state);
@@ -177,7 +192,6 @@ void merge_chunks(const plan& plan, const kernel_call& c, int64_t threads, const
   // About 16 KB of partial results an item: enough to be worth handing out, and few rows of many chunks still make many.
   const int64_t rows_at_once = std::clamp<int64_t>(4096 / (c.chunks * c.v_dim), 1, 32);
   for_each((rows + rows_at_once - 1) / rows_at_once, threads, exec, watched, phase_merge, [&](const turn& t) {
-    const watched_task timed(*t.watched, t.worker, nullptr);
     plan.table->dtype[plan.p.dtype].merge_real(&m, t.index * rows_at_once,
                                                std::min(rows, (t.index + 1) * rows_at_once));
   });
@@ -243,8 +257,7 @@ void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec, const
         t.scratch = slots + now.worker * slot_bytes;
         const kernel_task following = now.next >= 0 ? order.at(now.next) : kernel_task{};
         t.next = now.next >= 0 ? &following : nullptr;
-        watched_task timed(*now.watched, now.worker, &t);
-        t.clock = timed.clock();
+        t.clock = now.watched->clock_of(t);
         kernels.attention[plan.kernel](&c, &t);
       },
       step_of(plan, order.tasks(), threads), plan.kernel == route_decode);
@@ -252,7 +265,6 @@ void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec, const
 
   const bool all_heads = p.has_output(MH_OUTPUT_MEAN_WEIGHTS);
   for_each(second_pass_tasks(plan), threads, exec, watched, phase_weights, [&](const turn& now) {
-    const watched_task timed(*now.watched, now.worker, nullptr);
     kernel_task t{};
     t.scratch = slots + now.worker * slot_bytes;
     int64_t i = now.index;
@@ -266,7 +278,6 @@ void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec, const
 
   if (p.has_output(MH_OUTPUT_COLUMN_SUMS)) {
     for_each(p.batch * p.heads, threads, exec, watched, phase_weights, [&](const turn& now) {
-      const watched_task timed(*now.watched, now.worker, nullptr);
       if (p.is_f64()) {
         add_columns(c, p, static_cast<double*>(tensors.column_sums), now.index);
       } else {
@@ -277,10 +288,7 @@ void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec, const
 }
 
 void parallel_for(int64_t n, const mh_exec& exec, const watched_call& watched, phase what, mh_task_fn fn, void* arg) {
-  for_each(n, usable_threads(exec), exec, watched, what, [=](const turn& now) {
-    const watched_task timed(*now.watched, now.worker, nullptr);
-    fn(arg, now.index);
-  });
+  for_each(n, usable_threads(exec), exec, watched, what, [=](const turn& now) { fn(arg, now.index); });
 }
 
 }  // namespace manyhead

@@ -287,18 +287,18 @@ MH_API mh_status mh_probe_clock(double seconds, double* hertz);
 MH_API mh_status mh_plan_measure(const mh_plan* plan, const mh_tensors* tensors, const mh_exec* exec, double seconds,
                                  int64_t most, double* times, int64_t* runs);
 
-/* A profile of all calls of the process between begin and end: when each began, how long it took (without the checks of
+/* A profile of the calls of the process between begin and end: when each began, how long it took (without the checks of
  * its arguments), on how many threads, and what its time went into. One at a time; MH_INVALID_ARGUMENT where one is
  * running, or none to end.
  *
  * The phases, in seconds of all threads together: pack (Q, K, V brought into the order that kernels want), scores
  * (Q K^T), mask (what masks, biases, softcap, ALiBi do), softmax, values (P V), store, merge (of partial results),
  * weights (the second pass), project (the layer's projections), idle (the call's threads times its seconds, less the
- * others). About one task in eight is looked into, each thread's first among them, and stands for the others; of calls of
- * less than some 30 us every sixteenth. Calls of which no task was, or of which not all found room, have null for phases.
+ * others). Some tasks are looked into and stand for the others; null where none was, or there was no room for some.
  *
- * Cost: all memory is set aside at begin; a call takes less than 1 % longer, one of less than 0.2 ms up to 2.5 %. No cost
- * where no profile runs.
+ * Cost: memory is set aside at begin; calls take less than 1 % longer, none where no profile runs. For that, a call of
+ * less than some milliseconds, but for the first 64 of a thread, is kept one time in "stands_for", by chance, and then
+ * stands for so many; "calls_skipped" counts the others. A thread's phases, in the summary, are of all its calls.
  *
  * The environment variable MH_PROFILE=<file> profiles the whole process, and writes the trace to the file when the process
  * ends; "%p" in the name becomes its number. No other profile can then be taken. MH_VERBOSE=1 prints a line for each call to
@@ -310,7 +310,7 @@ MH_API mh_status mh_plan_measure(const mh_plan* plan, const mh_tensors* tensors,
 typedef struct mh_profile_options {
   size_t struct_size;
   int64_t calls;     /* room for so many calls, 0 = 4096. Later ones are counted, not kept */
-  int64_t tasks;     /* for so many of their tasks, 0 = 65536 */
+  int64_t tasks;     /* for so many of their tasks (of short ones, runs), 0 = 65536 */
   uint32_t flags;    /* MH_PROFILE_COUNTERS */
   int32_t reserved0; /* 0 */
 } mh_profile_options;

@@ -142,7 +142,7 @@ class Workload(Planned):
         for name in summary["threads"][0]["counters"]:
             values = [thread["counters"][name] for thread in summary["threads"]]
             if None not in values:
-                counters[name] = sum(values) / len(summary["calls"])
+                counters[name] = sum(values) / (len(summary["calls"]) + summary["calls_skipped"])
         return {
             "seconds": float(np.mean([call["seconds"] for call in calls])),
             "threads": calls[0]["threads"],
