@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -14,7 +15,7 @@ import pytest
 from fake_measure import ARITHMETIC, CLOCK, MACHINE, READ, FakeMeasure, is_plain
 from manyhead import _measure
 from manyhead.commands import errors, main, options
-from manyhead.profiling import cases, document, explain, predict
+from manyhead.profiling import cases, document, explain, limits, predict
 
 pytest.importorskip("rich")
 
@@ -43,11 +44,12 @@ def _recorded(line: str) -> dict[str, Any]:
     }
 
 
-MEASURED = [
-    _recorded(line)
-    for line in Path(__file__).with_name("measured.txt").read_text().splitlines()
-    if not line.startswith("#")
-]
+def _recorded_in(name: str) -> list[dict[str, Any]]:
+    lines = Path(__file__).with_name(name).read_text().splitlines()
+    return [_recorded(line) for line in lines if not line.startswith("#")]
+
+
+MEASURED = _recorded_in("measured.txt")
 
 
 def as_planned(row: dict[str, Any]) -> Any:
@@ -56,16 +58,34 @@ def as_planned(row: dict[str, Any]) -> Any:
     return SimpleNamespace(problem=_measure.parse_problem(row["problem"]), dtype=row["problem"].split()[0], **fields)
 
 
-@pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row['name']} {row['isa']} {row['threads']}")
-def test_predictions_are_within_a_quarter_of_what_was_measured(row):
+def holds(row: dict[str, Any]) -> bool:
     found = predict.predict(as_planned(row), row["rates"])
-    assert 1 / (1 + explain.HOLDS) <= found.seconds / row["seconds"] <= 1 + explain.HOLDS
+    return 1 / (1 + explain.HOLDS) <= found.seconds / row["seconds"] <= 1 + explain.HOLDS
+
+
+def dtype_of(row: dict[str, Any]) -> str:
+    return row["problem"].split()[0]
+
+
+@pytest.mark.parametrize(
+    "row", MEASURED, ids=lambda row: f"{row['name']} {dtype_of(row)} {row['isa']} {row['threads']}"
+)
+def test_predictions_are_within_a_quarter_of_what_was_measured(row):
+    assert holds(row)
+
+
+def test_so_are_most_that_the_model_was_not_fitted_to():
+    rows = _recorded_in("measured_various.txt")
+    assert len(rows) == 8 * len(cases.preset_cases(["various"]))
+    assert sum(map(holds, rows)) >= 0.95 * len(rows)
 
 
 def test_what_was_measured_is_the_whole_table():
     table = {case.problem for case in cases.preset_cases(["table"])}
-    ways = {(row["isa"], row["problem"].split()[0], row["threads"]) for row in MEASURED}
-    assert {way[:2] for way in ways} == {("avx512", "f32"), ("avx2", "f32"), ("amx", "bf16"), ("avx2", "bf16")}
+    ways = {(row["isa"], dtype_of(row), row["threads"]) for row in MEASURED}
+    every = {("avx512", "f32"), ("avx2", "f32")}
+    every |= {(isa, dtype) for isa in ("amx", "avx512", "avx2") for dtype in ("bf16", "f16")}
+    assert {way[:2] for way in ways} == every
     assert len(MEASURED) == len(table) * len(ways)
 
 
@@ -129,6 +149,27 @@ def test_other_outputs_take_a_second_pass(word):
     assert predicted(f"{PREFILL} {word}").terms["weights"] > predicted(PREFILL).terms["scores"]
 
 
+@pytest.mark.parametrize("l2_bytes", [1 << 20, 1 << 30])
+def test_a_step_reads_the_keys_that_it_sees(l2_bytes):
+    full, window = (_measure.Planned(f"f32 b1 h8 q1 kv8192 d64{words}") for words in ("", " window=1023,0 align=br"))
+    assert predict.traffic(window, l2_bytes) < 0.2 * predict.traffic(full, l2_bytes)
+
+
+def test_rows_that_lie_apart_are_read_more_slowly():
+    near, apart = (predicted(f"{DECODE}{words}", read=1e9) for words in ("", " bshd"))
+    assert apart.terms["read"] == pytest.approx(predict.APART * near.terms["read"])
+
+
+def test_less_hides_where_more_is_read_than_lies_near():
+    near, far = (predicted(DECODE, read=1e10, level=level) for level in ("L3", "memory"))
+    assert near.terms == far.terms and near.seconds < far.seconds
+
+
+def test_chunks_are_packed_and_stored_each():
+    whole, chunks = predicted("f32 b1 h8 q256 kv2048 d64"), predicted("f32 b1 h8 q128 kv2048 d64")
+    assert chunks.terms["pack"] > 1.5 * whole.terms["pack"] and chunks.terms["store"] > 1.5 * whole.terms["store"]
+
+
 def test_threads_share_the_work():
     one, two = predicted(PREFILL), predicted(PREFILL, threads=2, arithmetic=2 * ARITHMETIC)
     assert two.terms["scores"] == pytest.approx(one.terms["scores"] / 2, rel=0.02)
@@ -136,7 +177,7 @@ def test_threads_share_the_work():
 
 
 def test_the_matrix_unit_takes_more_products_for_f16():
-    row = next(row for row in MEASURED if row["isa"] == "amx" and row["name"] == "bert_large")
+    row = next(row for row in MEASURED if (row["isa"], row["name"], dtype_of(row)) == ("amx", "bert_large", "bf16"))
     bf16, f16 = (
         predict.predict(as_planned(row | {"problem": row["problem"].replace("bf16", dtype)}), row["rates"])
         for dtype in ("bf16", "f16")
@@ -258,6 +299,44 @@ def test_a_problem_of_any_size_is_read_in_the_memory_there_is():
     assert max(sizes) <= 256 << 20 and len(sizes) < 10
 
 
+def test_large_buffers_are_read_until_caches_hold_what_they_are_going_to():
+    seconds = []
+    tools = Tools()
+    tools.read_rate = lambda size, threads, time: seconds.append(time) or READ
+    for size in (1 << 14, 64 << 20):
+        limits.reading_rate(tools, size, 1)
+    assert seconds == [limits.LOOK, pytest.approx(limits.PASSES * (64 << 20) / limits.PASSING)]
+
+
+def one_measured(tools, capsys):
+    status, out, _ = command(capsys, PREFILL, "--threads", "1", "--run", "--json")
+    assert status == 0
+    return json.loads(out)
+
+
+def test_a_machine_that_is_not_quiet_gets_more_chances(fake, monkeypatch, capsys):
+    slow = (explain.ROUNDS // 2 + 1) * explain.GLANCES  # most of the first attempt
+    rates = iter([READ / 4] * slow + [READ] * 1000)
+    monkeypatch.setattr(_measure, "read_rate", lambda *_: next(rates))
+    found = one_measured(fake, capsys)
+    assert found["measured"]["quiet"] and found["rates"]["read"] == READ
+    assert len(fake.order) == 2 * explain.ROUNDS
+
+
+def test_a_machine_that_is_never_quiet_is_told(fake, monkeypatch, capsys):
+    speeds = itertools.cycle([1, 0.7, 0.7, 0.7, 0.7])
+    monkeypatch.setattr(_measure, "arithmetic_rate", lambda *_: ARITHMETIC * next(speeds))
+    monkeypatch.setattr(explain, "GLANCES", 1)
+    found = one_measured(fake, capsys)
+    assert not found["measured"]["quiet"] and len(fake.order) == explain.ATTEMPTS * explain.ROUNDS
+    assert found["rates"]["arithmetic"] == ARITHMETIC, "the best of the attempt's looks"
+    _, out, _ = command(capsys, "--table", "gpt2", "--threads", "1")
+    assert out.count("?") == 1 + len(cases.preset_cases(["gpt2"]))
+    assert "0 of 0 rows within 25%" in out and "5 rows more, during which the machine was not quiet" in out
+    _, out, _ = command(capsys, PREFILL, "--threads", "1", "--run")
+    assert "; the machine was not quiet" in " ".join(out.split())
+
+
 def test_rates_of_a_saved_profile():
     read = [
         {"level": "L2", "bytes": 1 << 20, "threads": 1, "rate": 1e11},
@@ -267,8 +346,8 @@ def test_rates_of_a_saved_profile():
         {"isa": manyhead.isa(), "dtype": dtype, "threads": 1, "rate": rate}
         for dtype, rate in (("f32", 1e11), ("f64", 5e10))
     ]
-    limits = {"arithmetic": arithmetic, "read": read, "clock": {"most": 3e9}}
-    source = explain.SavedRates({"machine": MACHINE, "limits": limits}, "a.json")
+    known = {"arithmetic": arithmetic, "read": read, "clock": {"most": 3e9}}
+    source = explain.SavedRates({"machine": MACHINE, "limits": known}, "a.json")
     small, large = (source.rates(_measure.Planned(f"f32 b1 h8 q1 kv{kv} d64", threads=1)) for kv in (16, 8192))
     assert (small.arithmetic, small.clock, small.read, small.level) == (1e11, 3e9, 1e11, "L2")
     assert large.level == "memory" and large.read == pytest.approx(1e11 / 10**0.5, rel=0.01), (
@@ -354,12 +433,12 @@ def test_an_interrupted_table_is_shown(fake, capsys):
 
 def test_limits_of_a_file(fake, capsys, monkeypatch):
     monkeypatch.setattr(_measure, "read_rate", lambda *_: pytest.fail("measured"))
-    limits = {
+    known = {
         "arithmetic": [{"isa": manyhead.isa(), "dtype": "f32", "threads": 1, "rate": 5e10}],
         "read": [{"level": "memory", "bytes": 1 << 30, "threads": 1, "rate": 1e10}],
         "clock": {"first": 2e9, "last": 2e9, "least": 2e9, "most": 2e9},
     }
-    made = document.make(machine=MACHINE, limits=limits, rows=[], skipped=[], arguments=[], seconds=1.0, complete=True)
+    made = document.make(machine=MACHINE, limits=known, rows=[], skipped=[], arguments=[], seconds=1.0, complete=True)
     document.save(made, Path("a.json"))
     status, out, _ = command(capsys, PREFILL, "--threads", "1", "--limits", "a.json")
     assert status == 0 and "rates      50.0 GFLOP/s of multiply-adds, 2.00 GHz, 10.0 GB/s" in out
@@ -400,6 +479,7 @@ def test_what_would_make_it_faster(fake, capsys, line, said):
         ([PREFILL, "--run", "--seconds", "no"], "--seconds no: expected a number of seconds above 0"),
         ([PREFILL, "--plan-only", "--run"], "--plan-only measures nothing, so --run has no meaning with it"),
         ([PREFILL, "--limits", "none.json"], "cannot read none.json: No such file or directory"),
+        (["--table", "tablee"], "there is no preset 'tablee'. Did you mean 'table'?"),
         (["--table", "--dtype", "fp32"], "there is no dtype 'fp32'. Did you mean 'f32'?"),
     ],
 )  # fmt: skip

@@ -24,7 +24,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LINE",
         help="a problem line in quotes, such as 'f32 b1 h32/8 q2048 kv2048 d128 causal'",
     )
-    parser.add_argument("--table", action="store_true", help="all rows of the built-in table, predicted and measured")
+    parser.add_argument(
+        "--table",
+        nargs="?",
+        const="table",
+        metavar="PRESET",
+        help="all rows of a preset of manyhead profile, predicted and measured (default: the built-in table)",
+    )
     parser.add_argument(
         "--dtype", default="f32", help=f"of --table, or of a line without one: {', '.join(cases.ITEM_SIZE)}"
     )
@@ -72,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    if options.table == (options.problem is not None):
+    if bool(options.table) == (options.problem is not None):
         raise UserError("expected either a problem line, such as 'f32 b1 h8 q128 kv128 d64', or --table")
     if options.plan_only:
         for name, given in (("table", options.table), ("run", options.measure), ("limits", options.limits)):
@@ -87,7 +93,7 @@ def _rows(options: argparse.Namespace, facts: dict[str, Any], tools: Any) -> lis
     isa = facts["isa"] if options.isa is None else single("--isa", isas_of(options.isa), options.isa)
     given = options.threads or "all"
     threads = single("--threads", threads_of(given, facts), given)
-    chosen = cases.preset_cases(["table"]) if options.table else cases.shape_cases([options.problem])
+    chosen = cases.preset_cases([options.table]) if options.table else cases.shape_cases([options.problem])
     return cases.make_rows(chosen, [dtype], [isa], [threads], tools)
 
 

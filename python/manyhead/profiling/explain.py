@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
-from typing import Any, Protocol
+from statistics import median
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from ..commands.errors import UserError
 from ..report import units
 from .cases import Row
-from .instruments import Instruments, Planned
-from .limits import EASY, LOOK, Limits
+from .instruments import Instruments, Planned, Workload
+from .limits import EASY, LOOK, Limits, reading_rate
 from .predict import GUESSED, Rates, Shape, predict, traffic, unit_of
 from .sweep import Watch, too_large
 
-LOOKS = 40  # at a rate: a second for all of them
+LOOKS = 15  # at the rates: a second for all of them
+GLANCES = 3  # of a look, at what takes no longer than a moment
 ROUNDS = 5  # of measuring, each after another look at the rates
+ATTEMPTS = 3  # at a row, while the machine is not quiet
+QUIET = 0.9  # of the best: what rates and times reach in most rounds while nothing disturbs them
 HOLDS = 0.25  # a prediction is meant to be so near
 UNEVEN = 1.1
 SOFTMAX_COSTS = 0.25
@@ -30,45 +34,55 @@ Explanation = dict[str, Any]
 class RateSource(Protocol):
     origin: str
 
-    def look(self, planned: Planned) -> None:
-        """Once more at the rates of a plan, while the machine is as it is."""
+    def look(self, planned: Planned) -> Rates:
+        """The rates of a plan, as the machine is at this moment."""
 
-    def rates(self, planned: Planned) -> Rates: ...
+    def rates(self, planned: Planned) -> Rates:
+        """The same, in the best of some moments."""
+
+    def most(self, planned: Planned) -> float:
+        """The highest rate of its multiply-adds that was ever seen."""
 
 
 class MeasuredRates:
-    """Looked at again and again: the highest counts, because what else runs on a machine can only lower them."""
-
     origin = "measured now"
 
     def __init__(self, tools: Instruments, machine: Mapping[str, Any], available: int) -> None:
         self.tools = tools
-        self.limits = Limits(tools, machine, available, LOOKS // 2)
+        self.limits = Limits(tools, machine, available, LOOKS)
         self.l2_bytes = machine["l2_bytes"]
-        self.clock = 0.0
 
-    def look(self, planned: Planned) -> None:
-        self.limits.look_at_arithmetic(planned.isa, unit_of(planned), planned.threads)
-        self.clock = max(self.clock, self.tools.clock_rate(LOOK / 4))
-        self.limits.look_at_size(*self._read_key(planned))
-
-    def _read_key(self, planned: Planned) -> tuple[int, int]:
-        """Bytes and threads: as many bytes as the call moves, since caches that neighbours share have no sharp end."""
-        return min(max(self._moved(planned), 1 << 14), self.limits.levels[-1].probe), planned.threads
-
-    def _moved(self, planned: Planned) -> int:
-        return int(traffic(planned, self.l2_bytes))
+    def look(self, planned: Planned) -> Rates:
+        threads = planned.threads
+        moved = int(traffic(planned, self.l2_bytes))
+        # As many bytes as the call moves, since caches that neighbours share have no sharp end.
+        size = min(max(moved, 1 << 14), self.limits.levels[-1].probe)
+        return Rates(
+            arithmetic=max(self.limits.look_at_arithmetic(*self._unit(planned)) for _ in range(GLANCES)),
+            clock=max(self.tools.clock_rate(LOOK / 4) for _ in range(GLANCES)),
+            moved=moved,
+            read=max(reading_rate(self.tools, size, threads) for _ in range(GLANCES if size <= EASY // 4 else 1)),
+            level=self.limits.level(size, threads).name,
+        )
 
     def rates(self, planned: Planned) -> Rates:
-        key = self._read_key(planned)
-        if not self.limits.of_size(*key):
-            # Memory is filled before it is read: large parts of it less often.
-            for _ in range(max(3, min(LOOKS, LOOKS * EASY // (4 * key[0])))):
-                self.look(planned)
-        arithmetic = self.limits.arithmetic(planned.isa, unit_of(planned), planned.threads)
-        return Rates(
-            arithmetic, self.clock, self._moved(planned), self.limits.of_size(*key), self.limits.level(*key).name
-        )
+        first = self.look(planned)
+        # Memory is filled before it is read: large parts of it less often.
+        more = max(2, min(LOOKS, int(LOOKS * EASY / 4 / max(first.moved, 1))))
+        return best_of([first, *(self.look(planned) for _ in range(more))])
+
+    def most(self, planned: Planned) -> float:
+        return self.limits.arithmetic(*self._unit(planned))
+
+    @staticmethod
+    def _unit(planned: Planned) -> tuple[str, str, int]:
+        return planned.isa, unit_of(planned), planned.threads
+
+
+def best_of(looks: Sequence[Rates]) -> Rates:
+    """The highest counts, because what else runs on a machine can only lower them."""
+    arithmetic, clock, read = (max(getattr(look, rate) for look in looks) for rate in ("arithmetic", "clock", "read"))
+    return replace(looks[0], arithmetic=arithmetic, clock=clock, read=read)
 
 
 class SavedRates:
@@ -80,8 +94,11 @@ class SavedRates:
         self.path = path
         self.origin = f"of {path}: {self.machine.get('cpu', 'an unknown CPU')}"
 
-    def look(self, planned: Planned) -> None:
-        pass
+    def look(self, planned: Planned) -> Rates:
+        return self.rates(planned)
+
+    def most(self, planned: Planned) -> float:
+        return self.rates(planned).arithmetic
 
     def rates(self, planned: Planned) -> Rates:
         try:
@@ -130,7 +147,14 @@ def _at(size: float, known: Sequence[tuple[int, float]]) -> float:
 def explain(row: Row, tools: Instruments, machine: Mapping[str, Any], source: RateSource | None) -> Explanation:
     """Everything about a row but its measured time. `source`: None = the plan alone."""
     planned = tools.Planned(row.line, isa=row.isa, threads=row.threads)
-    found: Explanation = {
+    found = _explain_plan(row, planned, machine)
+    if source is not None:
+        _add_prediction(found, planned, machine, source.rates(planned), source.origin)
+    return found
+
+
+def _explain_plan(row: Row, planned: Planned, machine: Mapping[str, Any]) -> Explanation:
+    return {
         "name": row.case.name,
         "problem": planned.line,
         "isa": planned.isa,
@@ -144,15 +168,13 @@ def explain(row: Row, tools: Instruments, machine: Mapping[str, Any], source: Ra
         "measured": None,
         "advice": _advice(planned, row, machine),
     }
-    if source is not None:
-        _add_prediction(found, planned, machine, source)
-    return found
 
 
-def _add_prediction(found: Explanation, planned: Planned, machine: Mapping[str, Any], source: RateSource) -> None:
-    rates = source.rates(planned)
+def _add_prediction(
+    found: Explanation, planned: Planned, machine: Mapping[str, Any], rates: Rates, origin: str
+) -> None:
     prediction = predict(planned, rates)
-    found["rates"] = asdict(rates) | {"origin": source.origin}
+    found["rates"] = asdict(rates) | {"origin": origin}
     found["predicted"] = asdict(prediction)
     found["advice"] = _advice_of_time(prediction.terms, prediction.limit, planned, machine) + found["advice"]
 
@@ -172,16 +194,19 @@ def measure(
         raise UserError(f"{row.line} cannot be run here: {why_not}")
     workload = tools.Workload(row.line, isa=row.isa, threads=row.threads)
     workload.run()  # brings code and data close
-    times = np.empty(0)
-    source.rates(workload)
-    for _ in range(ROUNDS):
-        source.look(workload)
-        times = np.append(times, workload.measure(seconds / ROUNDS, 10_000))
-    found = explain(row, tools, machine, source)
+    tried = []
+    for _ in range(ATTEMPTS):
+        tried.append(_attempt(workload, source, seconds))
+        if tried[-1].quiet:
+            break
+    best = tried[-1] if tried[-1].quiet else min(tried, key=lambda attempt: attempt.times.min())
+    found = _explain_plan(row, workload, machine)
+    _add_prediction(found, workload, machine, best.rates, source.origin)
     found["measured"] = {
-        "best": float(times.min()),
-        "median": float(np.median(times)),
-        "runs": len(times),
+        "best": float(best.times.min()),
+        "median": float(np.median(best.times)),
+        "runs": len(best.times),
+        "quiet": best.quiet,
         "phases": None,
     }
     if phases:
@@ -192,6 +217,26 @@ def measure(
             found["measured"]["phases"] = {name: spent * part for name, spent in profiled["phases"].items()}
     found["ratio"] = found["predicted"]["seconds"] / found["measured"]["best"]
     return found
+
+
+class _Attempt(NamedTuple):
+    rates: Rates
+    times: np.ndarray
+    quiet: bool
+
+
+def _attempt(workload: Workload, source: RateSource, seconds: float) -> _Attempt:
+    looks, times = [], []
+    for _ in range(ROUNDS):
+        looks.append(source.look(workload))
+        times.append(workload.measure(seconds / ROUNDS, 10_000))
+    # What the usual round reached of the best one. Of the multiply-adds it is the best ever: a neighbour who shares the
+    # core can slow them down for seconds on end.
+    read = [look.read for look in looks]
+    speed = [1 / float(of_round.min()) for of_round in times]
+    steady = min(median(read) / max(read), median(speed) / max(speed))
+    steady = min(steady, median(look.arithmetic for look in looks) / source.most(workload))
+    return _Attempt(best_of(looks), np.concatenate(times), steady >= QUIET)
 
 
 def table(

@@ -12,6 +12,10 @@ from .instruments import Instruments
 LEAST_MEMORY = 256 << 20
 EASY = 64 << 20  # bytes that are quickly filled, so that reading them can be looked at often
 LOOK = 2e-3  # seconds of a look at a limit
+# A buffer of some size is read for so many passes at PASSING bytes/s, because what was just filled comes to lie in L3
+# only gradually (134 MB on two threads of the core of docs/performance.md: 32 GB/s in 2 ms, 54 GB/s in 100 ms).
+PASSES = 8
+PASSING = 2e10
 OVERHEAD_SECONDS = 50e-6  # a call that takes less may be mostly the cost of a call ...
 OVERHEAD_SHARE = 0.2  # ... and is, where neither limit explains more of its time than this
 
@@ -46,6 +50,11 @@ def levels(machine: Mapping[str, Any], available: int) -> list[Level]:
     probe = min(max(2 * max(l2, l3), LEAST_MEMORY), max(available // 4, 1))
     found.append(Level("memory", 1 << 62, False, probe))
     return found
+
+
+def reading_rate(tools: Instruments, size: int, threads: int) -> float:
+    """Of reading so many bytes again and again."""
+    return tools.read_rate(size, threads, max(LOOK, PASSES * size / PASSING))
 
 
 class Limits:
@@ -91,14 +100,15 @@ class Limits:
             for unit in units:
                 self.look_at_arithmetic(*unit)
 
-    def look_at_arithmetic(self, isa: str, dtype: str, threads: int) -> None:
+    def look_at_arithmetic(self, isa: str, dtype: str, threads: int) -> float:
         key = isa, dtype, threads
         rate = self.tools.arithmetic_rate(isa, dtype, threads, LOOK)
         self._arithmetic[key] = max(rate, self._arithmetic.get(key, 0.0))
+        return rate
 
     def look_at_size(self, size: int, threads: int) -> None:
         """At reading just so much: between two levels, one part of it lies in each."""
-        rate = self.tools.read_rate(size, threads, LOOK)
+        rate = reading_rate(self.tools, size, threads)
         self._of_size[size, threads] = max(rate, self.of_size(size, threads))
 
     def of_size(self, size: int, threads: int) -> float:

@@ -5,15 +5,14 @@ The time is that of the work, spread over the threads, and of the reading beside
     work     the two products, at the measured rate of multiply-adds times the share of it that the loops reach; and,
              in cycles for each vector of numbers, everything else that is done to scores, rows and keys
     reading  the bytes that come from where they lie, at the rate of reading as many again and again
-    time     the root of the sum of their squares, and what a call costs anyway: the shorter hides behind the longer,
-             the worse the more alike they are, because then each waits for the other time and again
+    time     the longer of the two, a part of the shorter, and what a call costs anyway: one hides behind the other, but
+             for the moments in which there is only one of them to do
 
 What a core needs is told in cycles and in shares of its own multiply-adds, so that the table below holds for others.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -30,6 +29,7 @@ class Core(NamedTuple):
 
     # Tile route. Shares of the peak: of what is missing, loads that miss L1 and results that are stored take most.
     share: float  # of the multiply-add peak, both products
+    single: float  # the same where a panel is only one vector: each number of K and V is loaded for one multiply-add
     softmax: float  # maximum, exponential (14 instructions), sum: of a vector of scores
     pack: float  # scaling and transposing Q: of a vector of it
     store: float  # dividing, transposing and storing: of a vector of the result
@@ -43,6 +43,7 @@ class Core(NamedTuple):
     load: float  # a vector of K or V
     convert: float  # more, where it is of 16-bit elements
     decode_softmax: float  # rows are short, so latencies show
+    row: float  # a vector of a row of Q, brought into order, or of a result, stored
 
     # Passes over the scores, of a vector of them.
     mask: float  # a boolean mask: bits gathered, tested, blended
@@ -56,40 +57,52 @@ class Core(NamedTuple):
 
 # Measured in cache on the server core of docs/performance.md, phase by phase in profiles, with AVX-512 and with AVX2.
 WIDE = Core(
-    lanes=64, panel=3, share=0.86, softmax=8.5, pack=10, store=12, widen=3, copy=12,
-    dot=0.55, lane_sum=2.2, add=0.6, load=0.9, convert=0, decode_softmax=20,
+    lanes=64, panel=3, share=0.86, single=0.75, softmax=8.5, pack=10, store=12, widen=3, copy=12,
+    dot=0.5, lane_sum=2.2, add=0.55, load=0.8, convert=0.4, decode_softmax=20, row=13,
     mask=10, bias=12, alibi=7, softcap=16, key_mask=5.5, edge=3, second=33,
 )  # fmt: skip
 NARROW = Core(
-    lanes=32, panel=2, share=0.95, softmax=6.4, pack=6, store=6, widen=2.5, copy=9,
-    dot=0.6, lane_sum=1.5, add=0.58, load=0.55, convert=0.25, decode_softmax=14,
+    lanes=32, panel=2, share=0.95, single=0.95, softmax=6.4, pack=6, store=6, widen=2.5, copy=9,
+    dot=0.6, lane_sum=1.5, add=0.5, load=0.4, convert=0.2, decode_softmax=14, row=12,
     mask=6.5, bias=8, alibi=6, softcap=12.5, key_mask=5, edge=2.6, second=22,
 )  # fmt: skip
 CORES = {
     "amx": WIDE,
     "avx512": WIDE,
     "avx2": NARROW,
-    "sse2": NARROW._replace(lanes=16, share=0.8),  # without fused multiply-adds, so more instructions
+    "sse2": NARROW._replace(lanes=16, share=0.8, single=0.8),  # without fused multiply-adds, so more instructions
     "neon": WIDE._replace(lanes=16),  # as many registers
 }
 GUESSED = ("sse2", "neon")  # hardly measured, not at all
 
-# Matrix route: 32 rows and 32 keys at a time. Its products run at the unit's rate; cycles of a vector are for what it
-# does not do.
+# Matrix route: 32 rows and 32 keys at a time. Cycles of a product of 32 x 32 results beside the unit's own rate, which
+# is that of products that never end, with operands in L1: tiles of K and V and many panels of Q and results lie in L2.
+# And cycles of a vector, for what the unit does not do.
 UNIT = 32
-UNIT_KEPT = 3.0  # scores leave the unit through memory
-UNIT_ADDED = 3.6  # results go into it and out again for each tile of keys
-UNIT_SOFTMAX = 15.0  # also splits each weight in two, as exact as the products need
+UNIT_RESULTS = 190.0  # 32 x 32 results into the unit, or out of it: multiplications and results wait for each other
+UNIT_LINE = 1.0  # of each line of 64 bytes between L1 and L2: what they exchange at most
+UNIT_SOFTMAX = 16.0  # also splits each weight in two, as exact as the products need
 UNIT_PACK = 9.0  # Q, K, V into the unit's order, V transposed; mostly waiting for L2, which nobody asks ahead
-UNIT_STORE = 18.0  # like `store`, but the result is in a cache further away
-UNIT_PARTS = {"bf16": (1, 2), "f16": (4, 3)}  # products for a score and for a value: exactness takes several
+UNIT_STORE = 17.0  # like `store`, but the result is in a cache further away
+UNIT_PARTS = {"bf16": (1, 1, 2), "f16": (2, 4, 3)}  # of K and V; products for a score and for a value, to be exact
 
+LINE = 64  # bytes
 # Whatever the core, in cycles.
 PANEL = 70.0  # of a panel and a tile of keys: loops begin and end, the last keys go one by one
 MERGE = 200.0  # of a row of a chunk: its sums, brought to one maximum
-TASK = 130.0  # taking one, and its place in memory; of a row of a decode step as well
+TASK = 130.0  # taking one, and its place in memory
 CALL = 1100.0  # checks, workspace
 WAKE = 10_000.0  # the other threads begin and end later: 3 us while they are awake
+
+# Of the shorter of work and reading, the part that does not hide behind the longer. Decode steps ask for lines a tile
+# ahead, in time for those from L3 (0.1 to 0.25); the tile route does not ask for Q and results. Most of what the matrix
+# route waits is in UNIT_PACK.
+EXPOSED = {"decode": 0.2, "tile": 0.4, "matrix": 0.2}
+# Where more is read than is kept nearby, or rows of K and V lie apart, it is too late: 0.3 to 0.7. The hardware's own
+# prefetch follows a row that lies apart to its end only: steps read such rows at 0.5 to 0.85 of the rate.
+EXPOSED_FAR = 0.55
+FAR = 1e8  # bytes
+APART = 1.6  # times as long
 
 F64_SOFTMAX = 1.4  # times as long: a polynomial of degree 11 instead of 6
 
@@ -133,6 +146,7 @@ class Shape:
         self.rows = self.group * p.q_len  # of such a head
         self.keys = p.kv_len
         self.chunks = plan["chunks"]
+        self.apart = p.k_strides[2] > self.d  # as heads lie in [batch, length, heads, head_dim]
         pairs = plan["flops"] / (2 * (self.d + self.v))
         self.seen = pairs / max(self.heads * self.rows, 1)  # keys of a row, in the mean
         window = bool(p.flags & _abi.FLAG_WINDOW)
@@ -145,18 +159,20 @@ class Shape:
 
     @property
     def read_again(self) -> float:
-        """How often each key is brought in: once for each task whose rows see it."""
-        return max(self.splits * self.reached(self.rows / self.splits) / max(self.keys, 1), min(self.keys, 1))
+        """How often a key is brought in, in the mean: once for each task whose rows see it."""
+        return self.splits * self.reached(self.rows / self.splits) / max(self.keys, 1)
 
 
 def traffic(planned: Planned, l2_bytes: int) -> float:
     """Bytes that a call moves. K and V of a head come again for each task, where L2 does not keep them."""
     p, shape = planned.problem, Shape(planned)
     kv = shape.keys * (shape.d + shape.v) * shape.item
-    again = shape.read_again if kv > l2_bytes / 2 and planned.route != "decode" else 1
+    again = shape.read_again if kv > l2_bytes / 2 else min(shape.read_again, 1)
     rows = shape.heads * shape.rows
     # A line of the result is read before it is written.
     total = shape.heads * kv * again + rows * (shape.d + 2 * shape.v) * shape.item
+    if shape.chunks > 1:  # so are those of chunks, and read once more to be merged
+        total += 3 * rows * shape.chunks * shape.v * shape.real
     pairs = rows * shape.keys
     if p.inputs & _abi.INPUT_MASK:
         total += pairs
@@ -180,10 +196,12 @@ def predict(planned: Planned, rates: Rates) -> Prediction:
     each = planned.plan["balance"] / planned.threads / rates.clock
     terms = {phase: count * each for phase, count in cycles.items() if count}
     work = sum(terms.values())
-    reading = rates.moved / rates.read
+    reading = rates.moved / rates.read * (APART if shape.apart else 1)
     terms["call"] = (CALL + (WAKE if planned.threads > 1 else 0)) / rates.clock
     terms["read"] = reading
-    seconds = math.hypot(work, reading) + terms["call"]
+    late = shape.apart or rates.moved > FAR or rates.level == "memory"
+    exposed = EXPOSED_FAR if late else EXPOSED[planned.route]
+    seconds = max(work, reading) + exposed * min(work, reading) + terms["call"]
     return Prediction(seconds, terms, _limit(terms, rates.level))
 
 
@@ -208,7 +226,8 @@ def _tile(planned: Planned, shape: Shape, peak: float) -> dict[str, float]:
     scores = vectors * shape.reached(shape.lanes)
     weighed = vectors * shape.reached(min(width, shape.rows))
     tiles = panels * max(shape.reached(width) / planned.plan["block_kv"], 1)
-    product = scores * peak / core.share
+    fewer = (core.panel - min(_blocks(shape.rows, shape.lanes), core.panel)) / (core.panel - 1)
+    product = scores * peak / (core.share + (core.single - core.share) * fewer)
     widened = core.widen if shape.item == 2 else core.copy if planned.plan["copies_kv"] else 0.0
     brought = shape.heads * shape.keys * (shape.d + shape.v) / shape.lanes * shape.read_again
     softmax = core.softmax * (F64_SOFTMAX if shape.real == 8 else 1)
@@ -217,8 +236,8 @@ def _tile(planned: Planned, shape: Shape, peak: float) -> dict[str, float]:
         "values": product * shape.v + tiles * PANEL,
         "softmax": weighed * softmax + tiles * PANEL,
         "mask": _masks(planned, shape, weighed, width),
-        "pack": vectors * shape.d * core.pack + brought * widened,
-        "store": shape.heads * shape.rows * shape.v / shape.lanes * core.store,
+        "pack": vectors * shape.d * core.pack * shape.chunks + brought * widened,
+        "store": shape.heads * shape.rows * shape.v / shape.lanes * core.store * shape.chunks,
         "task": planned.plan["tasks"] * TASK,
     }
     if planned.plan["second_pass"]:  # scores and weights again, now that the sums are known
@@ -229,19 +248,26 @@ def _tile(planned: Planned, shape: Shape, peak: float) -> dict[str, float]:
 def _matrix(planned: Planned, shape: Shape, peak: float) -> dict[str, float]:
     panels = shape.heads * _blocks(shape.rows, UNIT)
     vectors = panels * UNIT / shape.lanes
-    weighed = vectors * _blocks(shape.reached(UNIT), UNIT) * UNIT
+    key_blocks = _blocks(shape.reached(UNIT), UNIT)  # of a panel
+    weighed = vectors * key_blocks * UNIT
     tiles = max(shape.reached(UNIT) / planned.plan["block_kv"], 1)
-    d, v = (_blocks(dim, UNIT) * UNIT for dim in (shape.d, shape.v))
-    of_score, of_value = UNIT_PARTS[planned.dtype]
-    parts = 1 if of_score == 1 else 2
-    brought = shape.heads * shape.keys * (d + v) * shape.read_again / shape.lanes
+    d, v = (_blocks(dim, UNIT) for dim in (shape.d, shape.v))  # blocks of them
+    parts, of_score, of_value = UNIT_PARTS[planned.dtype]
+
+    def beside(products: float, operands: float, ways: float) -> float:
+        """What products take beside multiply-adds: each loads blocks of K or V, its results go in or out so often."""
+        lines = operands * parts * UNIT * UNIT * 2 / LINE + ways * UNIT * UNIT * 4 / LINE
+        return panels * products * (ways * UNIT_RESULTS + lines * UNIT_LINE)
+
+    brought = shape.heads * shape.keys * (d + v) * UNIT * shape.read_again / shape.lanes
     return {
-        "scores": weighed * (d * peak * of_score + UNIT_KEPT),
-        "values": weighed * v * peak * of_value + vectors * v * tiles * UNIT_ADDED,
+        "scores": weighed * d * UNIT * peak * of_score + beside(key_blocks, d, 1),
+        # Results go out of the unit for each tile of keys, and but for the first one into it.
+        "values": weighed * v * UNIT * peak * of_value + beside(tiles * v, key_blocks / tiles, 2 - 1 / tiles),
         "softmax": weighed * UNIT_SOFTMAX,
         "mask": _masks(planned, shape, weighed, UNIT),
-        "pack": (brought + vectors * d) * UNIT_PACK * parts,
-        "store": shape.heads * shape.rows * shape.v / shape.lanes * UNIT_STORE,
+        "pack": (brought + vectors * d * UNIT * shape.chunks) * UNIT_PACK * parts,
+        "store": shape.heads * shape.rows * shape.v / shape.lanes * UNIT_STORE * shape.chunks,
         "task": planned.plan["tasks"] * TASK,
     }
 
@@ -251,7 +277,8 @@ def _decode(planned: Planned, shape: Shape, peak: float) -> dict[str, float]:
     keys = shape.heads * shape.reached(rows)
     k, v = (keys * _blocks(dim, shape.lanes) for dim in (shape.d, shape.v))
     load = core.load + (core.convert if shape.item == 2 else 0)
-    loads = _blocks(rows, 4) * load  # more rows read the keys of a tile again, from L1
+    # Four rows at a time, then two, then one: each pass reads the keys of a tile again, from L1.
+    loads = (rows // 4 + (rows % 4).bit_count()) * load
     copied = (k + v) * core.copy if planned.plan["copies_kv"] else 0.0
     weighed = keys * rows / shape.lanes
     at_once = 2 * peak  # where a core does one multiply-add a cycle instead of two
@@ -260,8 +287,9 @@ def _decode(planned: Planned, shape: Shape, peak: float) -> dict[str, float]:
         "values": v * (rows * core.add * at_once + loads),
         "softmax": weighed * core.decode_softmax * (F64_SOFTMAX if shape.real == 8 else 1),
         "mask": _masks(planned, shape, weighed, rows),
-        "pack": copied,
-        "task": planned.plan["tasks"] * (1 + rows) * TASK,
+        "pack": planned.plan["tasks"] * rows * shape.d / shape.lanes * core.row + copied,
+        "store": planned.plan["tasks"] * rows * shape.v / shape.lanes * core.row,
+        "task": planned.plan["tasks"] * TASK,
     }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..report import units
-from .explain import HOLDS, Explanation
+from .explain import HOLDS, QUIET, Explanation
 from .show import Column, giga, print_table
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def show_explanation(console: Console, found: Explanation) -> None:
         if measured:
             best = f"{units.duration(measured['best'])}, the fastest of {units.plural(measured['runs'], 'run')}"
             lines.insert(1, ("measured", f"{best}; median {units.duration(measured['median'])}"))
-            lines.insert(2, ("ratio", f"{found['ratio']:.2f}, predicted over measured{_verdict(found['ratio'])}"))
+            lines.insert(2, ("ratio", f"{found['ratio']:.2f}, predicted over measured{_verdict(found)}"))
         _print_pairs(console, lines)
     if found["advice"]:
         console.print()
@@ -86,8 +86,13 @@ def _limit(limit: str) -> str:
     }[limit]
 
 
-def _verdict(ratio: float) -> str:
-    return "" if 1 / (1 + HOLDS) <= ratio <= 1 + HOLDS else f": not within {HOLDS:.0%}"
+def _holds(found: Explanation) -> bool:
+    return bool(1 / (1 + HOLDS) <= found["ratio"] <= 1 + HOLDS)
+
+
+def _verdict(found: Explanation) -> str:
+    said = "" if _holds(found) else f": not within {HOLDS:.0%}"
+    return said if found["measured"]["quiet"] else f"{said}; the machine was not quiet"
 
 
 def _show_terms(console: Console, found: Explanation) -> None:
@@ -131,11 +136,17 @@ def show_table(console: Console, found: Sequence[Explanation]) -> None:
     first = found[0]
     title = f"Predicted and measured: {first['problem'].split()[0]} on {first['isa']}"
     print_table(console, title, columns, found)
-    good = [row for row in measured if not _verdict(row["ratio"])]
+    quiet = [row for row in measured if row["measured"]["quiet"]]
+    good = [row for row in quiet if _holds(row)]
     console.print(
-        f"\n{len(good)} of {units.plural(len(measured), 'row')} within {HOLDS:.0%}; * marks the others. "
+        f"\n{len(good)} of {units.plural(len(quiet), 'row')} within {HOLDS:.0%}; * marks the others. "
         "ratio: predicted over measured, the fastest run."
     )
+    if len(quiet) < len(measured):
+        console.print(
+            f"? marks {units.plural(len(measured) - len(quiet), 'row')} more, during which the machine was not quiet: "
+            f"in most rounds rates or times were below {QUIET:.0%} of their best, so these ratios say little."
+        )
     missing = [row["name"] for row in found if not row["measured"]]
     if missing:
         console.print(f"Not run, because their tensors take more than half of the free memory: {', '.join(missing)}.")
@@ -144,4 +155,5 @@ def show_table(console: Console, found: Sequence[Explanation]) -> None:
 def _ratio(row: Explanation) -> str:
     if not row["measured"]:
         return f"{units.ABSENT} "
-    return f"{row['ratio']:.2f}{'*' if _verdict(row['ratio']) else ' '}"
+    mark = "?" if not row["measured"]["quiet"] else " " if _holds(row) else "*"
+    return f"{row['ratio']:.2f}{mark}"
