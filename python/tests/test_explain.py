@@ -160,9 +160,10 @@ def test_rows_that_lie_apart_are_read_more_slowly():
     assert apart.terms["read"] == pytest.approx(predict.APART * near.terms["read"])
 
 
-def test_less_hides_where_more_is_read_than_lies_near():
-    near, far = (predicted(DECODE, read=1e10, level=level) for level in ("L3", "memory"))
-    assert near.terms == far.terms and near.seconds < far.seconds
+def test_less_hides_where_what_is_read_lies_far_away():
+    near, much, slow = (predicted(DECODE, read=1e3 * moved, moved=moved) for moved in (9e7, 2e8, 9e6))
+    assert near.terms == much.terms == slow.terms
+    assert near.seconds < much.seconds == slow.seconds
 
 
 def test_chunks_are_packed_and_stored_each():

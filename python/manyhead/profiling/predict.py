@@ -102,6 +102,7 @@ EXPOSED = {"decode": 0.2, "tile": 0.4, "matrix": 0.2}
 # prefetch follows a row that lies apart to its end only: steps read such rows at 0.5 to 0.85 of the rate.
 EXPOSED_FAR = 0.55
 FAR = 1e8  # bytes
+FAR_LINE = 12.0  # cycles that a thread takes to read a line, where fewer bytes lie as far away: from L3 it is 8 to 10
 APART = 1.6  # times as long
 
 F64_SOFTMAX = 1.4  # times as long: a polynomial of degree 11 instead of 6
@@ -199,7 +200,8 @@ def predict(planned: Planned, rates: Rates) -> Prediction:
     reading = rates.moved / rates.read * (APART if shape.apart else 1)
     terms["call"] = (CALL + (WAKE if planned.threads > 1 else 0)) / rates.clock
     terms["read"] = reading
-    late = shape.apart or rates.moved > FAR or rates.level == "memory"
+    line = LINE * rates.clock * planned.threads / rates.read
+    late = shape.apart or rates.moved > FAR or line > FAR_LINE
     exposed = EXPOSED_FAR if late else EXPOSED[planned.route]
     seconds = max(work, reading) + exposed * min(work, reading) + terms["call"]
     return Prediction(seconds, terms, _limit(terms, rates.level))
