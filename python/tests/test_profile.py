@@ -17,7 +17,7 @@ from typing import Any
 import manyhead
 import pytest
 from fake_measure import ARITHMETIC, EFFORT, MACHINE, READ, SHAPES, FakeMeasure, is_plain, make_rows, profile
-from manyhead.commands import errors, main
+from manyhead.commands import errors, files, main
 from manyhead.profiling import cases, document, limits, sweep
 from manyhead.profiling.model import model_cases
 
@@ -360,16 +360,18 @@ def test_documents_come_back(tmp_path):
     assert document.load(tmp_path / "a.json")["seconds"] == 1.0
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
-    file = tmp_path / "a.json"
+@pytest.mark.parametrize("kind", ["json", "html"])
+def test_a_failed_write_leaves_the_old_file(fake, capsys, monkeypatch, kind):
+    file = Path("old")
     file.write_text("old")
 
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(document.tempfile, "mkstemp", full)
-    with pytest.raises(errors.UserError, match="cannot write .*a.json: No space left on device"):
-        document.save({}, file)
+    monkeypatch.setattr(files.tempfile, "mkstemp", full)
+    status, out, err = command(capsys, "--quick", "--shape", SHAPES[0], f"--{kind}", "old")
+    assert (status, err) == (2, "manyhead profile: cannot write old: No space left on device\n")
+    assert SHAPES[0] in out, "the figures are shown all the same"
     assert file.read_text() == "old"
 
 
@@ -378,7 +380,7 @@ def test_files_in_folders_that_are_closed(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     (tmp_path / "a.json").write_text("old")
-    monkeypatch.setattr(document.tempfile, "mkstemp", closed)
+    monkeypatch.setattr(files.tempfile, "mkstemp", closed)
     document.save({"a": 1}, tmp_path / "a.json")
     assert json.loads((tmp_path / "a.json").read_text()) == {"a": 1}
 

@@ -9,7 +9,8 @@ import sys
 
 from ..profiling.compare import below, compare, labels
 from ..profiling.document import load
-from .errors import UserError, need, writable
+from .errors import UserError, need
+from .files import writable
 
 SUMMARY = "compare the JSON files of several profiles"
 

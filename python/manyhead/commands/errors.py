@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Iterable
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 
 OK, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
@@ -45,28 +44,3 @@ def one_of(what: str, given: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(given, names, 1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     raise UserError(f"there is no {what} {given!r}.{hint} Known: {', '.join(names)}.")
-
-
-def writable(path: str | Path | None) -> Path | None:
-    """The path of a file to write at the end, tried now: before a long run, not after it."""
-    if path is None:
-        return None
-    file = Path(path)
-    existed = file.exists()
-    try:
-        with file.open("ab"):
-            pass
-    except OSError as error:
-        raise UserError(f"cannot write {file}: {error.strerror}") from error
-    if not existed:
-        file.unlink()
-    return file
-
-
-def read_text(path: str | Path) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"cannot read {path}: it is not a text file") from error

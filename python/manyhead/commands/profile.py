@@ -11,7 +11,8 @@ from ..profiling import cases, document, sweep
 from ..profiling.limits import Limits
 from ..profiling.model import model_cases
 from ..profiling.run import available_memory, profile
-from .errors import UserError, interrupted, need, no_other_profile, writable
+from .errors import UserError, interrupted, need, no_other_profile
+from .files import writable
 from .options import isas_of, machine_facts, names, seconds_of, threads_of, words
 
 SUMMARY = "measure attention on this machine, and what the machine could do"

@@ -10,7 +10,8 @@ import sys
 
 from ..profiling import replay
 from ..profiling.run import available_memory
-from .errors import UserError, interrupted, need, no_other_profile, read_text
+from .errors import UserError, interrupted, need, no_other_profile
+from .files import read_text
 from .options import isas_of, machine_facts, seconds_of, single, threads_of
 
 SUMMARY = "run the calls of a log of MH_VERBOSE=1 again"

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..commands.errors import UserError, read_text
+from ..commands.errors import UserError
+from ..commands.files import read_text
 
 FORMAT = """\
 An .npz file holds (numpy.savez("qkv.npz", q=q, k=k, v=v)):

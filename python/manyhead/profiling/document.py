@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import tempfile
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from .._library import __version__
-from ..commands.errors import UserError, read_text
+from ..commands.errors import UserError
+from ..commands.files import read_text, write_text
 
 FORMAT = "manyhead-profile"
 VERSION = 1
@@ -46,34 +45,7 @@ def make(
 
 
 def save(document: Mapping[str, Any], path: Path) -> None:
-    """Writes all of it or, where that fails, leaves what was there."""
-    text = json.dumps(document, indent=1) + "\n"
-    try:
-        target = path.resolve()
-        if target.exists() and not target.is_file():  # a pipe or a device: there is nothing to replace
-            target.write_text(text, encoding="utf-8")
-            return
-        try:
-            descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=".")
-        except PermissionError:  # the folder is closed, the file in it may be open
-            target.write_text(text, encoding="utf-8")
-            return
-        new = Path(name)
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
-            new.chmod(target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_umask())
-            new.replace(target)
-        finally:
-            new.unlink(missing_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    write_text(path, json.dumps(document, indent=1) + "\n")
 
 
 def load(path: str | Path) -> dict[str, Any]:

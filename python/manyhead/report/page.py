@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 from ..commands.errors import need
+from ..commands.files import write_text
 from . import charts, units
 from .charts import Figure
 from .roofline import KIND_COLOURS, has_place, roofline
@@ -470,4 +471,4 @@ def _write(path: Path, **content: Any) -> None:
     )
     drawn = any(section.charts for section in content["sections"])
     page = environment.get_template("page.html").render(**content, plotly=offline.get_plotlyjs() if drawn else "")
-    path.write_text(page, encoding="utf-8")
+    write_text(path, page)

@@ -1,0 +1,64 @@
+"""Files that the user names: what cannot be read or written is a UserError."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from .errors import UserError
+
+
+def writable(path: str | Path | None) -> Path | None:
+    """The path of a file to write at the end, tried now: before a long run, not after it."""
+    if path is None:
+        return None
+    file = Path(path)
+    existed = file.exists()
+    try:
+        with file.open("ab"):
+            pass
+    except OSError as error:
+        raise UserError(f"cannot write {file}: {error.strerror}") from error
+    if not existed:
+        file.unlink()
+    return file
+
+
+def read_text(path: str | Path) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"cannot read {path}: it is not a text file") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes all of it or, where that fails, leaves what was there."""
+    try:
+        target = path.resolve()
+        if target.exists() and not target.is_file():  # a pipe or a device: there is nothing to replace
+            target.write_text(text, encoding="utf-8")
+            return
+        try:
+            descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=".")
+        except PermissionError:  # the folder is closed, the file in it may be open
+            target.write_text(text, encoding="utf-8")
+            return
+        new = Path(name)
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
+            new.chmod(target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_umask())
+            new.replace(target)
+        finally:
+            new.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
