@@ -102,6 +102,8 @@ def run(options: argparse.Namespace) -> int:
             arguments=options.arguments,
             watch=watch,
         )
+    if not result["rows"]:
+        json = html = None  # an older file says more than one without figures
     try:
         if json:
             document.save(result, json)
