@@ -268,7 +268,7 @@ call_arrays check_call(const mh_mha_weights& w, const mh_mha_call& c) {
   check_at_least("batch", c.batch, 0);
   check_at_least("q_len", c.q_len, 0);
   check_at_least("kv_len", c.kv_len, 0);
-  check_bits("flags", c.flags, MH_FLAG_STRIDES | MH_FLAG_WINDOW);
+  check_bits("flags", c.flags, MH_FLAG_STRIDES | MH_FLAG_WINDOW | MH_FLAG_FAST_EXP);
   check_zero("reserved0", c.reserved0);
   if (c.x_k == nullptr) {
     if (w.k_embed_dim != w.embed_dim) {

@@ -165,6 +165,8 @@ kernel_call make_call(const plan& plan) {
     c.exp_scale = p.scale * log2e;
   }
   c.softcap = p.softcap;
+  // The second pass works with the first one's sums, so both take the same exponential.
+  c.fast_exp = (p.flags & MH_FLAG_FAST_EXP) != 0 && !plan.second_pass;
   c.causal = p.causal;
   c.align = p.align;
   c.q_offset = p.q_offset;

@@ -19,7 +19,7 @@ namespace {
 constexpr int64_t max_offset = (int64_t{1} << 62) - 1;
 constexpr int64_t max_window = int64_t{1} << 61;
 
-constexpr uint32_t known_flags = MH_FLAG_SCALE | MH_FLAG_STRIDES | MH_FLAG_WINDOW;
+constexpr uint32_t known_flags = MH_FLAG_SCALE | MH_FLAG_STRIDES | MH_FLAG_WINDOW | MH_FLAG_FAST_EXP;
 constexpr uint32_t known_inputs = MH_INPUT_MASK | MH_INPUT_BIAS | MH_INPUT_KEY_MASK | MH_INPUT_SEQUSED_K |
                                   MH_INPUT_Q_OFFSET | MH_INPUT_ALIBI | MH_INPUT_SINKS;
 constexpr uint32_t known_outputs =

@@ -168,11 +168,12 @@ class reader {
       take_once(word_ == "lse2" ? "lse" : word_);
       return true;
     }
-    for (const std::string_view word : {"causal", "i64", "bshd", "strided"}) {
+    for (const std::string_view word : {"causal", "i64", "fastexp", "bshd", "strided"}) {
       if (word_ != word) continue;
       take_once(word);
       if (word == "causal") p_.causal = 1;
       if (word == "i64") p_.index_type = MH_INDEX_I64;
+      if (word == "fastexp") p_.flags |= MH_FLAG_FAST_EXP;
       return true;
     }
     return false;
@@ -282,6 +283,7 @@ problem_text to_text(const problem& p) noexcept {
   const bool indices = p.has_input(MH_INPUT_SEQUSED_K) || p.has_input(MH_INPUT_Q_OFFSET);
   if (indices && p.index_type == MH_INDEX_I64) text << " i64";
   if (p.extra_keys != 0) text << " extra=" << p.extra_keys;
+  if ((p.flags & MH_FLAG_FAST_EXP) != 0) text << " fastexp";
   if (p.has_output(MH_OUTPUT_LSE)) text << (p.lse_base == MH_LSE_BASE2 ? " lse2" : " lse");
   if (p.has_output(MH_OUTPUT_WEIGHTS)) text << " weights";
   if (p.has_output(MH_OUTPUT_MEAN_WEIGHTS)) text << " meanw";

@@ -79,6 +79,7 @@ TEST_CASE("arguments become the problem and the tensors of the C interface") {
   std::vector<float> lse(B * H * M), weights(B * H * M * N), mean(B * M * N), sums(B * H * N), scores(weights.size());
   a.scale = 0.0;
   a.softcap = 3;
+  a.fast_exp = true;
   a.causal = true;
   a.align = MH_ALIGN_OFFSET;
   a.window_left = 4;
@@ -102,7 +103,7 @@ TEST_CASE("arguments become the problem and the tensors of the C interface") {
   CHECK(p.struct_size == sizeof p);
   CHECK(p.kv_heads == G);
   CHECK(p.v_dim == V);
-  CHECK(p.flags == (MH_FLAG_SCALE | MH_FLAG_STRIDES | MH_FLAG_WINDOW));
+  CHECK(p.flags == (MH_FLAG_SCALE | MH_FLAG_STRIDES | MH_FLAG_WINDOW | MH_FLAG_FAST_EXP));
   CHECK(p.window_right == -1);
   CHECK(p.mask_strides[0] == 0);
   CHECK(p.mask_strides[1] == N);

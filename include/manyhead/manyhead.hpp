@@ -119,6 +119,7 @@ struct arguments {
 
   std::optional<double> scale{};  // none: 1 / sqrt(head_dim)
   double softcap = 0;
+  bool fast_exp = false;  // MH_FLAG_FAST_EXP
   bool causal = false;
   mh_align align = MH_ALIGN_UNSET;
   int64_t q_offset = 0;
@@ -152,7 +153,7 @@ struct arguments {
     if (p.kv_heads < 1 || p.v_dim < 1) throw error(MH_INVALID_ARGUMENT, "k.dims[1] and v.dims[3] must be >= 1");
     p.dtype = p.bias_dtype = dtype_of<T>;
     p.index_type = std::is_same_v<Index, int64_t> ? MH_INDEX_I64 : MH_INDEX_I32;
-    p.flags = MH_FLAG_STRIDES | MH_FLAG_WINDOW | (scale ? MH_FLAG_SCALE : 0u);
+    p.flags = MH_FLAG_STRIDES | MH_FLAG_WINDOW | (scale ? MH_FLAG_SCALE : 0u) | (fast_exp ? MH_FLAG_FAST_EXP : 0u);
     p.scale = scale.value_or(0.0);
     p.softcap = softcap;
     p.causal = causal;

@@ -28,6 +28,7 @@ def attention(
     window_left: int | None = None,
     window_right: int | None = None,
     softcap: float = 0.0,
+    fast_exp: bool = False,
     attn_mask: Any = None,
     attn_bias: Any = None,
     key_mask: Any = None,
@@ -64,6 +65,9 @@ def attention(
         q_offset: p = i + q_offset: an integer or one for each batch entry; may be negative. Takes the place of `align`.
         window: (left, right), p - left <= j <= p + right; -1 is no bound. Or window_left and window_right.
         softcap: scores become softcap * tanh(score / softcap), before anything is added; 0 is off.
+        fast_exp: exponentials may be wrong by 2**-13 of themselves, and weights by 2**-9 where a matrix unit multiplies
+            bfloat16 and float16; prompts are up to 1.3 times as fast. Decode steps, float64 and calls with weights,
+            column sums or scores stay as exact as without.
         attn_mask: broadcasts to (batch, heads, q_len, kv_len) by NumPy's rule. bool or uint8: True = may attend.
             A float array is added to the scores, -inf = may not attend.
         attn_bias: as a float `attn_mask`; for a call that has a boolean mask too. Any of the float types.
@@ -118,7 +122,7 @@ def attention(
         v_array,
         out_array,
         inputs,
-        (scale, causal, align, q_offset, window, softcap, alibi_mode, layout)
+        (scale, causal, align, q_offset, window, softcap, fast_exp, alibi_mode, layout)
         + (return_lse, lse_base, return_weights, return_column_sums, return_scores),
     )
     return plan.run(q, q_array, k_array, v_array, out, out_array, inputs, threads, workspace)
@@ -205,7 +209,7 @@ def plan(
     Every array argument is an example array, of which shape, strides and type are taken and nothing is read, or a
     shape (a tuple) for a contiguous one: of type `dtype` for q, k, v, out and attn_bias, bool for attn_mask and
     key_mask, int64 for seqused_k and q_offset. An integer q_offset is part of the plan. `options` are those of
-    attention: scale, causal, align, softcap, alibi_mode, layout, return_lse, lse_base, return_weights,
+    attention: scale, causal, align, softcap, fast_exp, alibi_mode, layout, return_lse, lse_base, return_weights,
     return_column_sums, return_scores. Raises what attention raises.
     """
     unknown = options.keys() - set(Options._fields)

@@ -42,6 +42,7 @@ class _Options(NamedTuple):
     q_offset: int | None
     window: tuple[int, int] | None
     softcap: float
+    fast_exp: bool
 
 
 class MultiHeadAttention:
@@ -218,6 +219,7 @@ class MultiHeadAttention:
         window_left: int | None = None,
         window_right: int | None = None,
         softcap: float = 0.0,
+        fast_exp: bool = False,
         need_weights: bool = False,
         average_weights: bool = False,
         out: Any = None,
@@ -229,8 +231,8 @@ class MultiHeadAttention:
             x_q: (batch, q_len, embed_dim), of the layer's type; any strides.
             x_k: (batch, kv_len, k_embed_dim); default x_q, self-attention.
             x_v: (batch, kv_len, v_embed_dim); default x_k.
-            attn_mask, attn_bias, key_mask, seqused_k, causal, align, q_offset, window, softcap: as in
-                manyhead.attention; True = may attend. They do not restrict bias_k / bias_v and zero attention.
+            attn_mask, attn_bias, key_mask, seqused_k, causal, align, q_offset, window, softcap, fast_exp: as
+                in manyhead.attention; True = may attend. They do not restrict bias_k / bias_v and zero attention.
             need_weights: also return the attention weights.
             average_weights: weights averaged over the heads.
             out: where to write, (batch, q_len, out_dim). threads: as in attention.
@@ -269,7 +271,7 @@ class MultiHeadAttention:
 
         call = _abi.MhaCall(ctypes.sizeof(_abi.MhaCall), batch, q_len, kv_len)
         call.flags = _abi.FLAG_STRIDES
-        place(call, _Options(causal, align, q_offset, window, softcap), inputs)
+        place(call, _Options(causal, align, q_offset, window, softcap, fast_exp), inputs)
         spread(call, inputs, (batch, self.num_heads, q_len, kv_len))
         for name, array in (("x_q", q), ("x_k", k), ("x_v", v), ("out", result)):
             setattr(call, name, address(array))

@@ -54,6 +54,7 @@ class Options(NamedTuple):
     q_offset: int | None = None
     window: tuple[int, int] | None = None
     softcap: float = 0.0
+    fast_exp: bool = False
     alibi_mode: str = "abs"
     layout: str = "bhsd"
     return_lse: bool = False
@@ -136,7 +137,7 @@ def _any_mask(x: Any) -> np.ndarray:
 
 
 def place(target: Any, options: Any, inputs: Mapping[str, Any]) -> None:
-    """Writes where the queries stand among the keys, and the window, into an mh_problem or an mh_mha_call."""
+    """Writes where the queries stand among the keys, window, softcap and fast_exp into an mh_problem or an mh_mha_call."""
     target.causal = boolean(options.causal, "causal")
     target.align = choice(options.align, "align", ALIGN)
     if options.q_offset is not None:
@@ -144,6 +145,8 @@ def place(target: Any, options: Any, inputs: Mapping[str, Any]) -> None:
     if options.q_offset is not None or "q_offset" in inputs:
         target.align = _abi.ALIGN_OFFSET
     target.softcap = number(options.softcap, "softcap")
+    if boolean(options.fast_exp, "fast_exp"):
+        target.flags |= _abi.FLAG_FAST_EXP
     if options.window is not None:
         if not isinstance(options.window, (tuple, list)) or len(options.window) != 2:
             raise TypeError(f"window must be a pair (left, right), not {options.window!r}")

@@ -157,6 +157,31 @@ def test_scores_at_each_stage(stage):
     close(result.scores, getattr(reference.attention(q, k, v, **options), stage), "f32", "scores")
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_fast_exp_is_used_where_the_documentation_says(dtype):
+    rng = np.random.default_rng(3)
+    q, k, v = (rng.standard_normal((1, 2, 64, 64)).astype(DTYPES[dtype]) for _ in range(3))
+
+    def same(q, **options):
+        out = [manyhead.attention(q, k, v, fast_exp=fast, return_lse=True, **options) for fast in (False, True)]
+        np.testing.assert_allclose(out[1][0].astype(float), out[0][0].astype(float), atol=0.02, rtol=0.01)
+        return all(np.array_equal(*pair) for pair in zip(*out, strict=True))
+
+    assert same(q) == (dtype == "f64")
+    assert same(q[:, :, :1])
+    assert same(q, return_weights=True)
+
+
+def test_a_layer_takes_a_fast_exp():
+    rng = np.random.default_rng(4)
+    w = rng.standard_normal((4, 32, 32)).astype(np.float32)
+    layer = manyhead.MultiHeadAttention(*w, num_heads=2)
+    x = rng.standard_normal((1, 40, 32)).astype(np.float32)
+    exact, fast = layer(x), layer(x, fast_exp=True)
+    assert not np.array_equal(exact, fast)
+    np.testing.assert_allclose(fast, exact, rtol=1e-3, atol=1e-2)
+
+
 def test_results_come_in_the_order_of_the_documentation():
     q, k, v = tensors(1, 2, 3, 4)
     result = manyhead.attention(

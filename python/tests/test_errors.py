@@ -51,6 +51,7 @@ CASES = [
     ({"scale": 10**400}, ValueError, "scale is too large"),
     ({"softcap": -1.0}, ValueError, "softcap"),
     ({"softcap": np.nan}, ValueError, "softcap"),
+    ({"fast_exp": 2}, TypeError, "fast_exp"),
     ({"softcap": None}, TypeError, "softcap must be a real number, not NoneType"),
     ({"causal": True}, ValueError, "(?s)(?=.*top_left|.*TOP_LEFT)(?=.*bottom_right|.*BOTTOM_RIGHT)"),
     ({"window": (1, 1)}, ValueError, "(?s)(?=.*top_left|.*TOP_LEFT)(?=.*bottom_right|.*BOTTOM_RIGHT)"),

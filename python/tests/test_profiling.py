@@ -325,7 +325,7 @@ def test_strange_text():
 def test_what_a_line_says_is_what_the_library_writes():
     line = (
         "f64 b2 h6/3 q5 kv9 d7 v3 causal align=br window=4,2 softcap=2.5 scale=0.5 alibi=signed sinks mask bias=f64 "
-        "keymask lens i64 lse2 weights meanw colsums scores=biased bshd"
+        "keymask lens i64 fastexp lse2 weights meanw colsums scores=biased bshd"
     )
     assert _measure.Planned(line).line == line
     assert _measure.Planned(" ".join([line.split()[0], *reversed(line.split()[1:])])).line == line

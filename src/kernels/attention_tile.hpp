@@ -102,7 +102,7 @@ struct tile_task {
     if (careful) {
       rows.weigh_tile_with_care(scratch.scores, t.keys(), exp_scale, static_cast<T>(::exp2(-careful_shift(c.kv_len))));
     } else {
-      rows.weigh_tile(scratch.scores, t.keys(), exp_scale);
+      rows.weigh_tile(scratch.scores, t.keys(), exp_scale, c.fast_exp != 0);
     }
     lap(task.clock, phase_softmax);
     ask_for_next(i, tile);

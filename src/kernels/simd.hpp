@@ -114,7 +114,9 @@ MH_INLINE vec<T> larger(vec<T> top, vec<T> x) {
 // 6) and 3.1e-18 (degree 11) on [-1/2, 1/2], from our own Remez exchange, with 1 as the constant term.
 template <class T>
 inline constexpr int exp2_degree = sizeof(T) == 4 ? 6 : 11;
-// The terms from the highest down. Degree 5 has a relative error of 9.2e-8.
+template <class T>
+inline constexpr int fast_exp2_degree = sizeof(T) == 4 ? 3 : exp2_degree<T>;  // with MH_FLAG_FAST_EXP
+// The terms from the highest down. Degree 5 has a relative error of 9.2e-8, degree 3 of 1.02e-4.
 template <class T, int Degree>
 inline constexpr T exp2_terms[] = {T(4.435282706957277151e-10), T(7.074105613508142796e-9), T(1.017819802167193084e-7),
                                    T(1.321543308967639918e-6),  T(1.525273348998852565e-5), T(1.540353046251443206e-4),
@@ -131,6 +133,8 @@ inline constexpr float exp2_terms<float, 6>[] = {1.53458121613e-4F,
 template <>
 inline constexpr float exp2_terms<float, 5>[] = {1.32647271957e-3F, 9.67151263977e-3F, 5.55073374326e-2F,
                                                  2.40222420854e-1F, 6.93146977599e-1F, 1.0F};
+template <>
+inline constexpr float exp2_terms<float, 3>[] = {5.50089403987e-2F, 2.42210999131e-1F, 6.93282902241e-1F, 1.0F};
 
 // What follows works on N vectors at once, step by step: one is a chain of a dozen dependent instructions of 4 cycles
 // each, and the scheduler sees too few chains ahead to fill the ports from them.

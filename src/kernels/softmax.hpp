@@ -40,7 +40,8 @@ struct softmax_rows {
     }
   }
 
-  // Scores become weights and are added up; keep(k, x) puts away those of keys k, k + 1, ..., x[key * NV + vector].
+  // Scores become weights and are added up; keep(k, x) puts away those of keys k, k + 1, ..., x[key * NV + vector], and may
+  // round them before they are added.
   // AtOnce keys are given at a time while there are that many, then one. The largest score's weight is exactly 1.
   template <bool Scaled, int AtOnce, int Degree, class Keep>
   MH_INLINE void weigh(const T* s, int64_t keys, T exp_scale, const Keep& keep) const {
@@ -59,9 +60,9 @@ struct softmax_rows {
         if constexpr (Scaled) x[i] = x[i] * vec<T>(exp_scale);
       }
       exp2_of<T, n, Degree>(x);
+      keep(k, x);
 #pragma GCC unroll 16
       for (int i = 0; i < n; ++i) sum[i % NV] = sum[i % NV] + x[i];
-      keep(k, x);
     };
     int64_t k = 0;
     for (; k + AtOnce <= keys; k += AtOnce) few.template operator()<AtOnce>(k);
@@ -71,15 +72,20 @@ struct softmax_rows {
   }
 
   // Weights in place of the scores.
-  MH_INLINE void weigh_tile(T* s, int64_t keys, T exp_scale) const {
+  template <int Degree>
+  MH_INLINE void weigh_in_place(T* s, int64_t keys, T exp_scale) const {
     const auto keep = [=](int64_t k, const auto& x) MH_INLINE_LAMBDA {
       constexpr int n = sizeof(x) / sizeof(x[0]);
 #pragma GCC unroll 16
       for (int i = 0; i < n; ++i) x[i].store_aligned(s + k * width + i * w);
     };
     constexpr int at_once = max_of(1, exp2_vectors / NV);
-    if (exp_scale == T(1)) return weigh<false, at_once, exp2_degree<T>>(s, keys, exp_scale, keep);
-    weigh<true, at_once, exp2_degree<T>>(s, keys, exp_scale, keep);
+    if (exp_scale == T(1)) return weigh<false, at_once, Degree>(s, keys, exp_scale, keep);
+    weigh<true, at_once, Degree>(s, keys, exp_scale, keep);
+  }
+  MH_INLINE void weigh_tile(T* s, int64_t keys, T exp_scale, bool fast) const {
+    if (fast) return weigh_in_place<fast_exp2_degree<T>>(s, keys, exp_scale);
+    weigh_in_place<exp2_degree<T>>(s, keys, exp_scale);
   }
 
   // The same, but slots at -inf become -0 (they are not to be multiplied), the others are multiplied by `factor`,
