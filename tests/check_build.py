@@ -4,7 +4,7 @@ symbols LIBRARY LIST    the shared library exports exactly the names in LIST
 objects ARCHIVE...      an archive of one ISA has one global symbol, nothing the linker could share with code for
                         another CPU, and nothing that runs before main
 loops ARCHIVE...        the innermost loops of the products keep their sums in registers and are as wide as designed;
-                        needs objdump, and ends with 77 ("skipped") without it
+                        arithmetic makes no calls; needs objdump, and ends with 77 ("skipped") without it
 instructions PROGRAM    one call of PROGRAM (tests/one_call.c) on AVX2 takes no more instructions than said here;
                         needs valgrind, and ends with 77 without it
 layers ROOT             who may include what (src/README.md), and READMEs name only files that exist
@@ -71,7 +71,13 @@ def check_objects(nm: str, archive: str) -> list[str]:
 # the number of FMAs in the loop over the depth, which is a multiple of it where the compiler unrolled the loop.
 TILE_ROWS = {"avx512": {3: 8, 2: 12, 1: 16}, "avx2": {2: 6, 1: 8}}
 TILE_ROWS["amx"] = TILE_ROWS["avx512"]
+# BFMMLA in the innermost loops of the unit's products (src/kernels/matrix_unit.hpp): 8 x 8 results, of scores with one
+# part of B, of values with two.
+UNIT_LOOPS = {"neon_bf16": {16, 32}}
+SUMS = "vaddvq"  # of a vector's lanes: once a row
 ADD_SIGNED = "3"  # the mode of the rare second try of a panel: its masks do not all fit into registers, and need not
+JUMP = re.compile(r"j\w+|b(\.\w+)?|cbn?z|tbn?z")
+VECTOR = re.compile(r"[xyz]mm\d|\b[vqd]\d")
 PRODUCT = re.compile(r"product<.*?product_mode\)(\d), (\d+), (float|double)")
 
 
@@ -82,7 +88,8 @@ class Instruction(NamedTuple):
 
     @property
     def jumps_to(self) -> int | None:
-        match = re.match(r"([0-9a-f]+)\b", self.operands) if self.name.startswith("j") else None
+        # x86: jne 1f0 <...>; AArch64: b.ne 1f0 <...>, cbnz x0, 1f0 <...>
+        match = re.search(r"\b([0-9a-f]+) <", self.operands) if JUMP.fullmatch(self.name) else None
         return int(match[1], 16) if match else None
 
     @property
@@ -90,16 +97,16 @@ class Instruction(NamedTuple):
         return self.name.startswith("vfmadd")
 
     def spills(self, frame: str) -> bool:
-        return bool(re.search(r"[xyz]mm\d", self.operands) and re.search(rf"\({frame}\)", self.operands))
+        return bool(VECTOR.search(self.operands) and re.search(rf"[(\[]({frame})\b", self.operands))
 
 
 def functions_of(objdump: str, archive: str) -> dict[str, list[Instruction]]:
     functions: dict[str, list[Instruction]] = {}
     body: list[Instruction] = []
-    for line in lines_of([objdump, "-dC", "--no-show-raw-insn", archive]):
+    for line in lines_of([objdump, "-drC", "--no-show-raw-insn", archive]):
         if match := re.fullmatch(r"[0-9a-f]+ <(.*)>:", line):
             body = functions.setdefault(match[1], [])
-        elif match := re.match(r" *([0-9a-f]+):\s+(\S+) *(.*)", line):
+        elif match := re.match(r"\s*([0-9a-f]+):\s+(\S+)\s*(.*)", line):
             body.append(Instruction(int(match[1], 16), match[2], match[3]))
     return functions
 
@@ -111,10 +118,45 @@ def innermost_loops(body: list[Instruction]) -> list[list[Instruction]]:
     return [[i for i in body if a <= i.address <= b] for a, b in inner]
 
 
+def frame_of(body: list[Instruction]) -> str:
+    """The registers that point to the stack. Some compilers use rbp and x29 as any others where they do not."""
+    if any(i.name == "mov" and i.operands in ("%rsp,%rbp", "x29, sp") for i in body):
+        return "%r[sb]p|sp|x29"
+    return "%rsp|sp"
+
+
+def check_unit_loops(isa: str, functions: dict[str, list[Instruction]]) -> list[str]:
+    wrong, seen = [], set()
+    for name, body in functions.items():
+        for loop in innermost_loops(body):
+            count = sum(i.name == "bfmmla" for i in loop)
+            if count == 0:
+                continue
+            seen.add(count)
+            frame = frame_of(body)
+            wrong += [f"{isa}: a vector on the stack in {name}: {i.operands}" for i in loop if i.spills(frame)]
+    if seen != UNIT_LOOPS.get(isa, set()):
+        wrong.append(f"{isa}: innermost loops of {sorted(seen)} BFMMLA, must be {sorted(UNIT_LOOPS.get(isa, []))}")
+    return wrong
+
+
+def check_calls(isa: str, functions: dict[str, list[Instruction]]) -> list[str]:
+    """Arithmetic of vectors that the compiler left as calls (src/kernels/simd.hpp: MH_DIRECT)."""
+    wrong = set()
+    for name, body in functions.items():
+        product = PRODUCT.search(name)
+        if product is None or product[1] != ADD_SIGNED:
+            wrong |= {i.operands for i in body if i.name == "R_AARCH64_CALL26" and "kernel::wrap::" in i.operands}
+    return [f"{isa}: calls {name}" for name in sorted(wrong) if not name.split("::")[-1].startswith(SUMS)]
+
+
 def check_loops(objdump: str, archive: str) -> list[str]:
     isa = Path(archive).name.removeprefix("libmh_").removesuffix(".a")
-    wrong, seen = [], set()
-    for name, body in functions_of(objdump, archive).items():
+    functions = functions_of(objdump, archive)
+    wrong, seen = check_unit_loops(isa, functions) + check_calls(isa, functions), set()
+    if isa not in TILE_ROWS:
+        return wrong
+    for name, body in functions.items():
         match = PRODUCT.search(name)
         if not match:
             continue
@@ -128,9 +170,7 @@ def check_loops(objdump: str, archive: str) -> list[str]:
             wrong.append(f"{what}: no such width is designed; has TILE_ROWS in {Path(__file__).name} to be changed?")
         elif not counts or counts[-1] % designed:
             wrong.append(f"{what}: the FMAs of its loops are {counts}, the largest must be a multiple of {designed}")
-        # Some compilers use rbp as any other register: it points to the stack only where it was made to.
-        has_frame = any(i.name == "mov" and i.operands == "%rsp,%rbp" for i in body)
-        frame = "%r[sb]p" if has_frame else "%rsp"
+        frame = frame_of(body)
         spills = [i for loop in loops for i in loop if i.spills(frame) and match[1] != ADD_SIGNED]
         wrong += [f"{what}: a vector on the stack in a loop: {i.name} {i.operands}" for i in spills]
     for vectors in TILE_ROWS[isa]:
