@@ -14,6 +14,8 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
 #endif
 #if defined(__linux__)
 #include <sched.h>
@@ -76,6 +78,11 @@ std::string find_name() {
 void find_levels(machine& m) {
 #if defined(__aarch64__)
   m.has_level[static_cast<int>(cpu_level::arm_floor)] = true;  // Advanced SIMD belongs to the architecture
+#if defined(__linux__)
+  // BFMMLA and its kin, which only CPUs of Armv8.2 or later may have.
+  constexpr unsigned long bf16 = 1ul << 14;
+  m.has_level[static_cast<int>(cpu_level::arm_bf16)] = (getauxval(AT_HWCAP2) & bf16) != 0;
+#endif
 #else
   static_cast<void>(m);
 #endif

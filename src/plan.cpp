@@ -41,10 +41,11 @@ int64_t dtype_bytes(int32_t dtype) { return dtype == MH_DTYPE_F64 ? 8 : dtype ==
 
 // The matrix route works on 32 rows and keys at a time. Beside the tile route on one thread, head_dim 64: bf16 10 x 10 0.5,
 // 32 x 16 0.85, 16 x 64 1.1, 32 x 32 1.25, 64 x 64 1.6; f16, whose numbers are split in two, 32 x 32 0.84, 16 x 1024 0.8,
-// 32 x 64 1.0, 32 x 256 1.1.
-bool fills_matrix_tiles(const problem& p) {
-  if (p.dtype == MH_DTYPE_F16) return p.group() * p.q_len >= 32 && p.kv_len >= 64;
-  return p.kv_len >= 32;
+// 32 x 64 1.0, 32 x 256 1.1. Slower units than AMX need more rows (table.matrix_rows).
+bool fills_matrix_tiles(const problem& p, const kernel_table& table) {
+  const int64_t rows = p.group() * p.q_len;
+  if (p.dtype == MH_DTYPE_F16) return rows >= 32 && p.kv_len >= 64;
+  return rows >= table.matrix_rows && p.kv_len >= 32;
 }
 
 // Of a mask or bias, one number a pair of query and key unless broadcast.
@@ -204,10 +205,11 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes) {
   // both must sum them in the same order, which only the tile route does.
   const bool copies_more = needs_copy(p, route_decode, lanes) && !needs_copy(p, route_tile, lanes);
   const int64_t decode_rows = copies_more ? lanes / 4 : p.kv_len >= few_keys ? table.decode_rows[f64] : lanes / 2;
-  plan.kernel = plan.second_pass                                                                   ? route_tile
-                : rows <= decode_rows                                                              ? route_decode
-                : table.dtype[p.dtype].attention[route_matrix] != nullptr && fills_matrix_tiles(p) ? route_matrix
-                                                                                                   : route_tile;
+  const bool has_unit = table.dtype[p.dtype].attention[route_matrix] != nullptr;
+  plan.kernel = plan.second_pass                           ? route_tile
+                : rows <= decode_rows                      ? route_decode
+                : has_unit && fills_matrix_tiles(p, table) ? route_matrix
+                                                           : route_tile;
   plan.block_kv = keys_of_tile[plan.kernel];
   plan.copy_kv = needs_copy(p, plan.kernel, lanes);
 

@@ -4,6 +4,7 @@
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -112,32 +113,63 @@ TEST_CASE("f16 is split into two bf16 without a rest, floats into two that lose 
 
 TEST_CASE("the matrix unit adds up the products of the parts") {
   constexpr int64_t steps = 3, rows = unit_rows, stride = 48;
-  // A in [part][step][row][32], B in [part][step][16][column][2], both small integers: sums are exact.
+  constexpr int64_t sums = steps * unit_step, part = rows * sums, w = lanes<float>;
+  // Both in [part][line][values of the sum], small integers: results are exact. Columns and weights are two ways to
+  // bring the same to B.
   std::mt19937 random(11);
-  aligned<uint16_t> a(2 * steps * rows * 32), b(2 * steps * 16 * rows * 2);
+  aligned<uint16_t> a(2 * part), b(2 * part), a_packed(2 * part);
+  aligned<uint32_t> columns(part), weights(part);
   const auto small = [&] { return bf16::narrow(static_cast<float>(static_cast<int>(random() % 15) - 7)); };
-  for (int64_t i = 0; i < 2 * steps * rows * 32; ++i) {
+  for (int64_t i = 0; i < 2 * part; ++i) {
     a[i] = small();
     b[i] = small();
   }
+  const auto pairs_at = [](const uint16_t* x) {
+    return word_vec::load_unaligned(reinterpret_cast<const uint32_t*>(x));
+  };
+  for (int64_t i = 0; i < 2; ++i) {
+    for (int64_t k = 0; k < sums; k += 2 * w) {
+      for (int64_t row = 0; row < rows; ++row) {
+        put_row(&a_packed[i * part + k / unit_step * rows * unit_step], row, k % unit_step,
+                pairs_at(&a[i * part + row * sums + k]));
+      }
+      for (int64_t column = 0; column < rows; column += w) {
+        word_vec x[w];
+        for (int64_t l = 0; l < w; ++l) x[l] = pairs_at(&b[i * part + (column + l) * sums + k]);
+        put_columns(&columns[i * part / 2], column, k, x);
+      }
+    }
+    for (int64_t k = 0; k < sums; k += 2 * weight_pairs) {
+      for (int64_t column = 0; column < rows; column += w) {
+        word_vec x[weight_pairs];
+        for (int64_t pair = 0; pair < weight_pairs; ++pair) {
+          aligned<uint32_t> of(w);
+          for (int64_t l = 0; l < w; ++l) {
+            const uint16_t* at = &b[i * part + (column + l) * sums + k + 2 * pair];
+            of[l] = at[0] | static_cast<uint32_t>(at[1]) << 16;
+          }
+          x[pair] = word_vec::load_aligned(of.get());
+        }
+        put_weights(&weights[i * part / 2], column, k, x);
+      }
+    }
+  }
+  CHECK(std::equal(columns.get(), columns.get() + part, weights.get()));
   for (const unit_terms& terms :
        {unit_terms{1, {1}}, unit_terms{1, {2}}, unit_terms{2, {2, 1}}, unit_terms{2, {2, 2}}}) {
     for (const bool add : {false, true}) {
       aligned<float> c(rows * stride, 5.0F);
       const matrix_unit unit;
-      unit.product({a.get(), steps * rows * 32, rows * 32},
-                   {reinterpret_cast<const uint32_t*>(b.get()), steps * 16 * rows, 16 * rows}, terms, steps, c.get(),
-                   stride, add);
+      unit.product({a_packed.get(), part, rows * unit_step}, {columns.get(), part / 2, unit_block}, terms, steps,
+                   c.get(), stride, add);
       bool same = true;
       for (int64_t m = 0; m < rows; ++m) {
         for (int64_t n = 0; n < stride; ++n) {
           float want = add || n >= rows ? 5.0F : 0.0F;
           for (int i = 0; i < terms.a_parts && n < rows; ++i) {
             for (int j = 0; j < terms.b_parts[i]; ++j) {
-              for (int64_t k = 0; k < steps * 32; ++k) {
-                want += bf16::widen(a[((i * steps + k / 32) * rows + m) * 32 + k % 32]) *
-                        bf16::widen(b[(((j * steps + k / 32) * 16 + k % 32 / 2) * rows + n) * 2 + k % 2]);
-              }
+              for (int64_t k = 0; k < sums; ++k)
+                want += bf16::widen(a[i * part + m * sums + k]) * bf16::widen(b[j * part + n * sums + k]);
             }
           }
           same = same && c[m * stride + n] == want;

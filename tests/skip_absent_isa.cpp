@@ -5,6 +5,8 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <sys/syscall.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
 #endif
 #include <unistd.h>
 #include <cstdio>
@@ -31,6 +33,8 @@ bool cpu_has(const char* level) {
                   __builtin_cpu_supports("avx512vl");
   if (std::strcmp(level, "x86_v4") == 0) return v4;
   if (std::strcmp(level, "x86_amx") == 0) return v4 && has_tiles();
+#elif defined(__aarch64__) && defined(__linux__)
+  if (std::strcmp(level, "arm_bf16") == 0) return (getauxval(AT_HWCAP2) >> 14 & 1u) != 0;  // HWCAP2_BF16
 #endif
   for (const char* everywhere : {"x86_floor", "arm_floor", "any"})
     if (std::strcmp(level, everywhere) == 0) return true;

@@ -187,6 +187,15 @@ def test_the_matrix_unit_takes_more_products_for_f16():
     assert f16.terms["softmax"] == bf16.terms["softmax"]
 
 
+@pytest.mark.parametrize("isa", predict.UNITS)
+def test_f32_bound_by_arithmetic_is_told_of_the_matrix_unit(isa):
+    row = next(row for row in MEASURED if row["isa"] == "avx512" and row["name"] == "bert_large")
+    terms = predict.predict(as_planned(row), row["rates"]).terms
+    for runs in (True, False):
+        advice = explain._advice_of_time(terms, "arithmetic", as_planned(row), {"isas": {isa: runs}})
+        assert any(f"with isa {isa}" in said for said in advice) == runs
+
+
 @pytest.mark.parametrize("sizes", ["b0 h8 q1 kv10 d64", "b1 h8 q0 kv10 d64", "b1 h8 q3 kv0 d64", "b1 h1 q1 kv1 d1"])
 @pytest.mark.parametrize("dtype", cases.ITEM_SIZE)
 @pytest.mark.parametrize("isa", [name for name, runs in manyhead.isas().items() if runs])

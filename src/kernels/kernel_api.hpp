@@ -171,6 +171,7 @@ struct kernel_table {
   int32_t lanes;           // floats in a vector
   int32_t panel_rows[2];   // rows of the widest panel: [0] for float arithmetic, [1] for double
   int32_t decode_rows[2];  // up to this many rows (group * q_len) the decode route is the faster one
+  int32_t matrix_rows;     // from this many on the matrix route is
   int32_t dtypes;
   dtype_kernels dtype[4];   // by mh_dtype
   int32_t linear_width[2];  // outputs of a whole panel of packed weights: [0] float, [1] double

@@ -20,6 +20,14 @@ int64_t scratch_bytes(const kernel_call* c, int64_t block_q) {
   return max_of(weights_task<D>::scratch_bytes(*c), Task::scratch_bytes(*c, block_q));
 }
 
+#if MH_MATRIX
+template <class D>
+constexpr bool takes_unit() {
+  if constexpr (sizeof(typename D::storage) == 2) return D::parts <= unit_parts;
+  return false;
+}
+#endif
+
 template <class D, class Real>
 constexpr dtype_kernels kernels_of() {
   dtype_kernels k = {{attention_tile<D>, attention_decode<D>, nullptr},
@@ -30,7 +38,7 @@ constexpr dtype_kernels kernels_of() {
                      multiply_adds<typename D::real>,
                      flops_of_turn<typename D::real>};
 #if MH_MATRIX
-  if constexpr (sizeof(typename D::storage) == 2) {
+  if constexpr (takes_unit<D>()) {
     k.attention[route_matrix] = attention_matrix<D>;
     k.scratch_bytes[route_matrix] = scratch_bytes<D, matrix_task<D>>;
     k.arithmetic = unit_multiply_adds;
@@ -50,6 +58,7 @@ constexpr kernel_table table = {
     static_cast<int32_t>(lanes<float>),
     {static_cast<int32_t>(panel_width<float>), static_cast<int32_t>(panel_width<double>)},
     {static_cast<int32_t>(lanes<float> * 3 / 4), static_cast<int32_t>(lanes<double> * 3 / 4)},
+    unit_least_rows,
     4,
     {
 #define MH_DTYPE_ROW(enumerator, trait, real) kernels_of<trait, real>(),

@@ -25,9 +25,9 @@ struct matrix_task {
   static constexpr int NV = static_cast<int>(unit_rows / w);
   static constexpr int64_t width = unit_rows;
   static constexpr int64_t most_panels = 16;
-  static constexpr int64_t block_words = 16 * unit_rows;  // of one step of B
   static constexpr int parts = D::parts;
-  static_assert(w == 16, "a vector is a line of the unit");
+  static constexpr int64_t piece = 2 * w;  // values of a vector of words
+  static_assert(unit_step % piece == 0, "a step is whole vectors of words");
 
   const kernel_call& c;
   const kernel_task& task;
@@ -37,9 +37,9 @@ struct matrix_task {
   int64_t panels = 0;
   panel<T> p[most_panels];
   tile_scratch<T> scratch;
-  uint16_t* k;        // [parts][dim_steps][block_kv][32]
-  uint16_t* v;        // [parts][key_steps][v_rows][32]
-  uint32_t* weights;  // [2][key_steps][16][32]
+  uint16_t* k;        // [parts][dim_steps], blocks of block_kv rows
+  uint16_t* v;        // [parts][key_steps], blocks of v_rows rows
+  uint32_t* weights;  // [2][key_steps] blocks
   matrix_unit unit;
 
   static int64_t steps_of(int64_t n) { return (n + unit_step - 1) / unit_step; }
@@ -59,7 +59,7 @@ struct matrix_task {
     s.words = from.take<bits<T>>((c.block_kv / word_keys + 1) * width);
     auto* k = from.take<uint16_t>(parts * steps_of(c.head_dim) * c.block_kv * unit_step);
     auto* v = from.take<uint16_t>(parts * key_steps * round_up(c.v_dim, unit_rows) * unit_step);
-    auto* weights = from.take<uint32_t>(2 * key_steps * block_words);
+    auto* weights = from.take<uint32_t>(2 * key_steps * unit_block);
     if (to == nullptr) return;
     to->scratch = s;
     to->k = k;
@@ -69,7 +69,7 @@ struct matrix_task {
 
   static panel<T> carve_panel(carver& from, const kernel_call& c) {
     panel<T> p{};
-    p.q = from.take<T>(parts * steps_of(c.head_dim) * block_words);
+    p.q = from.take<T>(parts * steps_of(c.head_dim) * unit_block);
     p.out = from.take<T>(round_up(c.v_dim, unit_rows) * width);
     p.row_max = from.take<T>(width);
     p.row_sum = from.take<T>(width);
@@ -93,19 +93,19 @@ struct matrix_task {
     }
   }
 
-  // 32 values of a row from dim d on as 16 pairs; those behind the last are 0.
+  // The values of a row from dim d on that make a vector of pairs; those behind the last are 0.
   static MH_INLINE words pairs(const uint16_t* row, int64_t stride, int64_t d, int64_t dim) {
-    if (stride == 1 && d + unit_step <= dim) {
+    if (stride == 1 && d + piece <= dim) {
       words x;
       memcpy(&x, row + d, sizeof(x));
       return x;
     }
-    alignas(64) uint16_t buffer[unit_step] = {};
-    for (int64_t i = 0; i < min_of(unit_step, dim - d); ++i) buffer[i] = row[(d + i) * stride];
+    alignas(64) uint16_t buffer[piece] = {};
+    for (int64_t i = 0; i < min_of(piece, dim - d); ++i) buffer[i] = row[(d + i) * stride];
     return words::load_aligned(reinterpret_cast<const uint32_t*>(buffer));
   }
 
-  // 16 values of a row as 32-bit integers.
+  // As many as a vector has lanes, as 32-bit integers.
   static MH_INLINE words singles(const uint16_t* row, int64_t stride, int64_t d, int64_t dim) {
     if (stride == 1 && d + w <= dim) return load_16(row + d);
     alignas(64) uint16_t buffer[w] = {};
@@ -123,18 +123,14 @@ struct matrix_task {
       row_of r(c, x.row + l0);
       for (int64_t l = 0; l < count; ++l, r.step(c))
         from[l] = q + (kv_head * c.group + r.member) * c.q_strides[1] + r.query * c.q_strides[2];
-      for (int64_t step = 0; step < dim_steps; ++step) {
+      for (int64_t d = 0; d < dim_steps * unit_step; d += piece) {
         words rows[parts][w];
         for (int64_t l = 0; l < w; ++l) {
           words split[parts];
-          D::split(l < count ? pairs(from[l], c.q_strides[3], step * unit_step, c.head_dim) : words(0U), split);
+          D::split(l < count ? pairs(from[l], c.q_strides[3], d, c.head_dim) : words(0U), split);
           for (int i = 0; i < parts; ++i) rows[i][l] = split[i];
         }
-        for (int i = 0; i < parts; ++i) {
-          transpose_words(rows[i]);
-          for (int64_t l = 0; l < w; ++l)
-            rows[i][l].store_aligned(to + (i * dim_steps + step) * block_words + l * unit_rows + l0);
-        }
+        for (int i = 0; i < parts; ++i) put_columns(to + i * dim_steps * unit_block, l0, d, rows[i]);
       }
     }
   }
@@ -146,10 +142,10 @@ struct matrix_task {
     for (int64_t key = 0; key < round_up(end - begin, unit_step); ++key) {
       const uint16_t* row = from + (begin + key) * c.k_strides[2];
       for (int64_t step = 0; step < dim_steps; ++step) {
-        words split[parts];
-        D::split(begin + key < end ? pairs(row, c.k_strides[3], step * unit_step, c.head_dim) : words(0U), split);
-        for (int i = 0; i < parts; ++i) {
-          split[i].store_aligned(reinterpret_cast<uint32_t*>(k + (i * dim_steps + step) * step_size + key * unit_step));
+        for (int64_t d = 0; d < unit_step; d += piece) {
+          words split[parts];
+          D::split(begin + key < end ? pairs(row, c.k_strides[3], step * unit_step + d, c.head_dim) : words(0U), split);
+          for (int i = 0; i < parts; ++i) put_row(k + (i * dim_steps + step) * step_size, key, d, split[i]);
         }
       }
     }
@@ -158,11 +154,12 @@ struct matrix_task {
   // The same keys of V, transposed: A of the values.
   __attribute__((noinline)) void pack_values(int64_t begin, int64_t end) const {
     const auto* from = static_cast<const uint16_t*>(c.v) + task.batch * c.v_strides[0] + kv_head * c.v_strides[1];
-    for (int64_t step = 0; step * unit_step < end - begin; ++step) {
+    for (int64_t first = 0; first < round_up(end - begin, unit_step); first += piece) {
+      const int64_t step = first / unit_step;
       for (int64_t d = 0; d < v_rows; d += w) {
         words rows[parts][w];
         for (int64_t l = 0; l < w; ++l) {
-          const int64_t key = begin + step * unit_step + 2 * l;
+          const int64_t key = begin + first + 2 * l;
           const uint16_t* row = from + key * c.v_strides[2];
           words pair(0U);
           if (key < end) pair = singles(row, c.v_strides[3], d, c.v_dim);
@@ -173,37 +170,39 @@ struct matrix_task {
         }
         for (int i = 0; i < parts; ++i) {
           transpose_words(rows[i]);
-          for (int64_t l = 0; l < w; ++l) {
-            rows[i][l].store_aligned(
-                reinterpret_cast<uint32_t*>(v + ((i * key_steps + step) * v_rows + d + l) * unit_step));
-          }
+          uint16_t* block = v + (i * key_steps + step) * v_rows * unit_step;
+          for (int64_t l = 0; l < w; ++l) put_row(block, d + l, first % unit_step, rows[i][l]);
         }
       }
     }
   }
 
-  // Scores become weights, in two parts: B of the values. `keys` is a multiple of the step.
-  MH_INLINE void weigh(const softmax_rows<T, NV>& rows, int64_t keys, T exp_scale) const {
-    uint32_t* const to = weights;
-    const int64_t part = key_steps * block_words;
-    const auto keep = [=](int64_t key, const auto& x) MH_INLINE_LAMBDA {
-      constexpr int n = sizeof(x) / sizeof(x[0]) / NV;
-      if constexpr (n % 2 == 0) {
-#pragma GCC unroll 4
-        for (int i = 0; i < n; i += 2) {
+  // Scores become weights, in two parts: B of the values. `keys` is a multiple of the step. Four vectors at once, of as
+  // many keys as the unit takes at a time.
+  MH_INLINE void weigh(const panel<T>& x, int64_t keys, T exp_scale) const {
+    constexpr int at_once = 2 * weight_pairs;
+    constexpr int vectors = 4 / at_once;
+    const int64_t part = key_steps * unit_block;
+    for (int64_t l = 0; l < width; l += vectors * w) {
+      uint32_t* const to = weights;
+      const auto keep = [=](int64_t key, const auto& values) MH_INLINE_LAMBDA {
+        if constexpr (sizeof(values) == at_once * vectors * sizeof(vec<T>)) {  // keys are never left over
 #pragma GCC unroll 2
-          for (int j = 0; j < NV; ++j) {
-            words high, low;
-            bf16::halves(x[i * NV + j], x[(i + 1) * NV + j], high, low);
-            uint32_t* line = to + (key + i) / 2 * unit_rows + j * w;
-            high.store_aligned(line);
-            low.store_aligned(line + part);
+          for (int j = 0; j < vectors; ++j) {
+            words high[weight_pairs], low[weight_pairs];
+#pragma GCC unroll 2
+            for (int i = 0; i < weight_pairs; ++i) {
+              bf16::halves(values[2 * i * vectors + j], values[(2 * i + 1) * vectors + j], high[i], low[i]);
+            }
+            put_weights(to, l + j * w, key, high);
+            put_weights(to + part, l + j * w, key, low);
           }
         }
-      }
-    };
-    // Degree 5: 9e-8, where the two parts keep 2^-17.
-    rows.template weigh<true, 2, 5>(scratch.scores, keys, exp_scale, keep);
+      };
+      const softmax_rows<T, vectors, NV> rows{x.row_max + l, x.row_sum + l, nullptr, 0};
+      // Degree 5: 9e-8, where the two parts keep 2^-17.
+      rows.template weigh<true, at_once, 5>(scratch.scores + l, keys, exp_scale, keep);
+    }
   }
 
   // A panel against keys [t.begin, t.end) of the tile that begins at `begin`, t.begin a whole number of steps behind it.
@@ -213,7 +212,7 @@ struct matrix_task {
     const int64_t keys = round_up(t.keys(), unit_step);
     const int64_t first = t.begin - begin;
     const unit_a k_at{k + first * unit_step, dim_steps * c.block_kv * unit_step, c.block_kv * unit_step};
-    const unit_b q_at{reinterpret_cast<const uint32_t*>(x.q), dim_steps * block_words, block_words};
+    const unit_b q_at{reinterpret_cast<const uint32_t*>(x.q), dim_steps * unit_block, unit_block};
     constexpr unit_terms all = {parts, {parts, parts}};
     T* s = scratch.scores;
     for (int64_t key = 0; key < keys; key += unit_rows) {
@@ -232,10 +231,10 @@ struct matrix_task {
     const softmax_rows<T, NV> rows{x.row_max, x.row_sum, x.out, c.v_dim};
     const T exp_scale = static_cast<T>(c.exp_scale);
     rows.raise(scratch.tile_max, exp_scale, x.started);
-    weigh(rows, keys, exp_scale);
+    weigh(x, keys, exp_scale);
     lap(task.clock, phase_softmax);
 
-    const unit_b weights_at{weights, key_steps * block_words, block_words};
+    const unit_b weights_at{weights, key_steps * unit_block, unit_block};
     constexpr unit_terms all_but_least = {parts, {2, 1}};
     for (int64_t d = 0; d < v_rows; d += unit_rows) {
       const unit_a v_at{v + (first / unit_step * v_rows + d) * unit_step, key_steps * v_rows * unit_step,

@@ -1,14 +1,23 @@
-// Products of 32 x 32 results on a matrix unit that multiplies tiles of bf16 pairs and adds in f32 (AMX on x86); with a
-// plain body, so that what is built on it can be tested on any CPU.
+// Products of 32 x 32 results on a unit that multiplies bf16 and adds in f32: AMX on x86, BFMMLA on AArch64; with a
+// plain body, so that what is built on it can be tested on any CPU and with any vectors.
 //
-// Both operands are made of blocks for one step of 32 along the sum, of 64-byte lines:
-//   A: a line is a row's 32 values, [rows][32]                        (K by keys; V transposed, by dims)
-//   B: a line is one pair of the sum for 16 columns, [16][32][2]      (Q^T by rows; the weights by rows)
+// Both operands are made of blocks for one step of 32 along the sum:
+//   A: [rows][32]     K by keys; V transposed, by dims
+//   B: [32][columns]  Q^T by rows; the weights by rows
+// in an order that is the unit's own: put_row, put_columns and put_weights bring vectors of words there, each word two
+// neighbours along the sum, the even one low. 32 rows of a block of A lie together; blocks of B follow each other.
 // An operand may have parts whose sum it is (dtype.hpp: parts): a value of 16 bits or less of mantissa is exactly the
 // sum of two bf16.
 //
+// AMX and the plain body: lines of 64 bytes; of A a row's 32 values, of B [16][32][2], a pair for each column.
 // AMX has eight tile registers of 16 x 64 bytes: 2 x 2 of results, 2 of A, 2 of B; four products of 16 cycles a step
 // against four loads of 8.
+//
+// BFMMLA adds a 2 x 4 times a 4 x 2 product to 2 x 2 results. Both operands lie as it takes them, [lines / 8][8][8][4]:
+// of 8 rows or columns, four values of each after the other. Register budget for 8 x 8 results: 16 of results + 4 of A
+// + 4 of B = 24 of 32; 16 BFMMLA against 8 loads. Each has four times the multiply-adds of an FMA of f32, and by the
+// vendor's guides for Neoverse V1 and N2 as many of them begin in a cycle (4 and 2; latency 5, 3 from sum to sum), so
+// that 16 chains are enough. Its speed is unmeasured here.
 #pragma once
 
 #include "dtype.hpp"
@@ -16,8 +25,9 @@
 namespace manyhead::MH_ISA {
 namespace {
 
-inline constexpr int64_t unit_rows = 32;  // of A, and columns of B
-inline constexpr int64_t unit_step = 32;  // values along the sum
+inline constexpr int64_t unit_rows = 32;                          // of A, and columns of B
+inline constexpr int64_t unit_step = 32;                          // values along the sum
+inline constexpr int64_t unit_block = unit_step / 2 * unit_rows;  // words of a step of B
 
 struct unit_a {
   const uint16_t* base;
@@ -25,8 +35,8 @@ struct unit_a {
 };
 
 struct unit_b {
-  const uint32_t* base;  // words: pairs of bf16, the even one low
-  int64_t part, step;
+  const uint32_t* base;
+  int64_t part, step;  // distances, in words
 };
 
 // Which parts are multiplied: part i of A with the first b_parts[i] parts of B.
@@ -34,6 +44,62 @@ struct unit_terms {
   int a_parts;
   int b_parts[2];
 };
+
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+
+// Numbers of more parts are left to FMA: f16 takes 4 products a score and 3 a value.
+inline constexpr int unit_parts = 1;
+// From so many rows on the unit wins over FMA, which does 4 at a time where the unit does 32 whatever their number: an
+// estimate from the instructions of both routes for head_dim 64 (24 rows: 870 a key and 1300; 16 rows: 870 and 900).
+inline constexpr int32_t unit_least_rows = 24;
+inline constexpr int weight_pairs = 2;  // that put_weights takes at a time
+
+// Four values of line `line` from value k of the sum on.
+MH_INLINE int64_t unit_place(int64_t line, int64_t k) {
+  return (line / 8 * (unit_step / 4) + k / 4) * 32 + line % 8 * 4;
+}
+
+// 2 x lanes values of a row of A from k on, within a step whose block begins at `a`.
+MH_INLINE void put_row(uint16_t* a, int64_t row, int64_t k, word_vec x) {
+  const uint16x8_t values = vreinterpretq_u16_u32(x);
+  vst1_u16(a + unit_place(row, k), vget_low_u16(values));
+  vst1_u16(a + unit_place(row, k + 4), vget_high_u16(values));
+}
+
+// As many of each of `lanes` neighbouring columns of B, which begins at `b`.
+MH_INLINE void put_columns(uint32_t* b, int64_t column, int64_t k, word_vec (&x)[lanes<float>]) {
+  auto* block = reinterpret_cast<uint16_t*>(b + k / unit_step * unit_block);
+#pragma GCC unroll 4
+  for (int l = 0; l < lanes<float>; ++l) put_row(block, column + l, k % unit_step, x[l]);
+}
+
+// Pairs from k on of `lanes` neighbouring columns.
+MH_INLINE void put_weights(uint32_t* b, int64_t column, int64_t k, const word_vec (&x)[weight_pairs]) {
+  uint32_t* to = b + k / unit_step * unit_block + unit_place(column, k % unit_step) / 2;
+  vst1q_u32(to, vzip1q_u32(x[0], x[1]));
+  vst1q_u32(to + 4, vzip2q_u32(x[0], x[1]));
+}
+
+#else
+
+inline constexpr int unit_parts = 2;
+inline constexpr int32_t unit_least_rows = 1;
+inline constexpr int weight_pairs = 1;
+
+MH_INLINE void put_row(uint16_t* a, int64_t row, int64_t k, word_vec x) {
+  x.store_aligned(reinterpret_cast<uint32_t*>(a + row * unit_step + k));
+}
+
+MH_INLINE void put_columns(uint32_t* b, int64_t column, int64_t k, word_vec (&x)[lanes<float>]) {
+  transpose_words(x);
+  for (int64_t l = 0; l < lanes<float>; ++l) x[l].store_aligned(b + (k / 2 + l) * unit_rows + column);
+}
+
+MH_INLINE void put_weights(uint32_t* b, int64_t column, int64_t k, const word_vec (&x)[weight_pairs]) {
+  x[0].store_aligned(b + k / 2 * unit_rows + column);
+}
+
+#endif
 
 #if defined(__AMX_BF16__)
 
@@ -90,6 +156,58 @@ class matrix_unit {
     _tile_stored(2, c + 16 * c_stride, stride);
     _tile_stored(3, c + 16 * c_stride + 16, stride);
   }
+};
+
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+
+class matrix_unit {
+ public:
+  // c (32 x 32, c_stride apart) = A B, or += where `add`.
+  MH_INLINE void product(const unit_a& a, const unit_b& b, const unit_terms& terms, int64_t steps, float* c,
+                         int64_t c_stride, bool add) const {
+    for (int64_t m = 0; m < unit_rows; m += 8) {
+      for (int64_t n = 0; n < unit_rows; n += 8) {
+        float32x4_t sum[4][4];
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; ++i) sum[i / 4][i % 4] = vdupq_n_f32(0);
+#pragma GCC unroll 2
+        for (int i = 0; i < terms.a_parts; ++i) {
+          for (int64_t step = 0; step < steps; ++step) {
+            const uint16_t* at = a.base + i * a.part + step * a.step + unit_place(m, 0);
+            const uint32_t* bt = b.base + step * b.step + unit_place(n, 0) / 2;
+            for (int64_t k = 0; k < unit_step; k += 4, at += 32, bt += 16) {
+              bfloat16x8_t row[4];
+#pragma GCC unroll 4
+              for (int x = 0; x < 4; ++x) row[x] = vreinterpretq_bf16_u16(vld1q_u16(at + 8 * x));
+#pragma GCC unroll 2
+              for (int j = 0; j < terms.b_parts[i]; ++j) {
+#pragma GCC unroll 4
+                for (int y = 0; y < 4; ++y) {
+                  const bfloat16x8_t column = vreinterpretq_bf16_u32(vld1q_u32(bt + j * b.part + 4 * y));
+#pragma GCC unroll 4
+                  for (int x = 0; x < 4; ++x) sum[x][y] = vbfmmlaq_f32(sum[x][y], row[x], column);
+                }
+              }
+            }
+          }
+        }
+        // What c holds is added at the end: that addition rounds to nearest, those of BFMMLA to odd.
+#pragma GCC unroll 4
+        for (int x = 0; x < 4; ++x) {
+#pragma GCC unroll 2
+          for (int y = 0; y < 4; y += 2) {
+            const float64x2_t left = vreinterpretq_f64_f32(sum[x][y]), right = vreinterpretq_f64_f32(sum[x][y + 1]);
+            float* to = c + (m + 2 * x) * c_stride + n + 2 * y;
+            put(to, vreinterpretq_f32_f64(vzip1q_f64(left, right)), add);
+            put(to + c_stride, vreinterpretq_f32_f64(vzip2q_f64(left, right)), add);
+          }
+        }
+      }
+    }
+  }
+
+ private:
+  static MH_INLINE void put(float* c, float32x4_t x, bool add) { vst1q_f32(c, add ? vaddq_f32(vld1q_f32(c), x) : x); }
 };
 
 #else

@@ -2,6 +2,7 @@
 // Shared by the first pass (attention_tile.hpp) and the second (weights.hpp).
 #pragma once
 
+#include "matrix_unit.hpp"
 #include "phases.hpp"
 #include "product.hpp"
 #include "score.hpp"
@@ -22,18 +23,22 @@ MH_INLINE int panel_vectors(int64_t rows) {
   return static_cast<int>(vectors);
 }
 
+// Of any route: those of the matrix unit have its rows, whatever the vectors.
+template <class T>
+inline constexpr int64_t most_panel_vectors = max_of(max_panel_vectors, unit_rows / lanes<T>);
+
 template <class T>
 struct panel {
   int64_t row, count;  // rows [row, row + count)
   int vectors;
-  bool packed;                         // q is there
-  bool started;                        // out holds something
-  key_range reach[max_panel_vectors];  // keys that any row of a vector may attend
-  key_range whole;                     // keys that every row may attend, as far as positions go
-  T* q;                                // [head_dim][width]
-  T* out;                              // [v_dim][width]
-  T* row_max;                          // [width]
-  T* row_sum;                          // [width]
+  bool packed;                             // q is there
+  bool started;                            // out holds something
+  key_range reach[most_panel_vectors<T>];  // keys that any row of a vector may attend
+  key_range whole;                         // keys that every row may attend, as far as positions go
+  T* q;                                    // [head_dim][width]
+  T* out;                                  // [v_dim][width]
+  T* row_max;                              // [width]
+  T* row_sum;                              // [width]
   MH_INLINE int64_t width() const { return vectors * lanes<T>; }
   MH_INLINE key_range clip() const { return {reach[0].begin, reach[vectors - 1].end}; }  // keys that any row may attend
 };
@@ -194,13 +199,13 @@ MH_INLINE void change_scores(const kernel_call& c, const positions& at, const ti
     return visibility_pass_transposed<T>(scratch.words, t.keys(), width, s, scratch.tile_max);
   }
   vec<T> top[NV];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int v = 0; v < NV; ++v) top[v] = vec<T>(-infinity<T>);
   for (int64_t key = 0; key < t.keys(); ++key) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int v = 0; v < NV; ++v) top[v] = larger<T>(top[v], vec<T>::load_aligned(s + key * width + v * w));
   }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int v = 0; v < NV; ++v) top[v].store_aligned(scratch.tile_max + v * w);
 }
 

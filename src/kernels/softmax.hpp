@@ -12,10 +12,11 @@ namespace {
 // nothing in f32, and most tiles after the first leave the accumulators alone.
 inline constexpr double lazy_rescale = 8.0;
 
-template <class T, int NV>
+// NV vectors of rows, out of the `Of` of a panel.
+template <class T, int NV, int Of = NV>
 struct softmax_rows {
   static constexpr int64_t w = lanes<T>;
-  static constexpr int64_t width = NV * w;
+  static constexpr int64_t width = Of * w;
   T* row_max;  // [width], `lowest` before the first key
   T* row_sum;  // [width]
   T* out;      // [v_dim][width]
@@ -56,7 +57,7 @@ struct softmax_rows {
       vec<T> x[n];
 #pragma GCC unroll 16
       for (int i = 0; i < n; ++i) {
-        x[i] = vec<T>::load_aligned(s + k * width + i * w) - top[i % NV];
+        x[i] = vec<T>::load_aligned(s + (k + i / NV) * width + i % NV * w) - top[i % NV];
         if constexpr (Scaled) x[i] = x[i] * vec<T>(exp_scale);
       }
       exp2_of<T, n, Degree>(x);

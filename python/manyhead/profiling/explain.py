@@ -16,7 +16,7 @@ from ..report import units
 from .cases import Row
 from .instruments import Instruments, Planned, Workload
 from .limits import EASY, LOOK, Limits, reading_rate
-from .predict import GUESSED, Rates, Shape, predict, traffic, unit_of
+from .predict import GUESSED, UNITS, Rates, Shape, predict, traffic, unit_of
 from .sweep import Watch, too_large
 
 LOOKS = 15  # at the rates: a second for all of them
@@ -345,8 +345,9 @@ def _advice_of_time(terms: Mapping[str, float], limit: str, planned: Planned, ma
     """What would make it faster, as far as the largest terms tell."""
     said = []
     prefill = planned.route != "decode" and not planned.plan["second_pass"]
-    if prefill and limit == "arithmetic" and planned.dtype == "f32" and machine["isas"].get("amx"):
-        said.append("bf16 or f16 would run on the matrix unit of this CPU, with isa amx.")
+    if prefill and limit == "arithmetic" and planned.dtype == "f32":
+        for isa in filter(machine["isas"].get, UNITS):
+            said.append(f"{UNITS[isa]} would run on the matrix unit of this CPU, with isa {isa}.")
     if limit.startswith("read") and planned.dtype in ("f32", "f64"):
         said.append("It waits for memory: K and V in bf16 or f16 are fewer bytes.")
     if prefill and terms["softmax"] > SOFTMAX_COSTS * (sum(terms.values()) - terms["read"]):

@@ -72,8 +72,10 @@ CORES = {
     "avx2": NARROW,
     "sse2": NARROW._replace(lanes=16, share=0.8, single=0.8),  # without fused multiply-adds, so more instructions
     "neon": WIDE._replace(lanes=16),  # as many registers
+    "neon_bf16": WIDE._replace(lanes=16),
 }
-GUESSED = ("sse2", "neon")  # hardly measured, not at all
+GUESSED = ("sse2", "neon", "neon_bf16")  # hardly measured, not at all
+UNITS = {"amx": "bf16 or f16", "neon_bf16": "bf16"}  # what runs on a matrix unit
 
 # Matrix route: 32 rows and 32 keys at a time. Cycles of a product of 32 x 32 results beside the unit's own rate, which
 # is that of products that never end, with operands in L1: tiles of K and V and many panels of Q and results lie in L2.
