@@ -44,7 +44,7 @@ class Tools(FakeMeasure):
 def fake(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr("manyhead.commands.replay.machine_facts", lambda: MACHINE | {"isa": "avx2"})
+    monkeypatch.setattr("manyhead.commands.replay.machine", lambda: MACHINE | {"isa": "avx2"})
     monkeypatch.setattr(replay, "EFFORT", sweep.Effort(seconds=0.01, passes=2, least=1, longest=10.0, looks=1))
     tools = Tools()
     for name in (

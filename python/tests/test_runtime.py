@@ -78,6 +78,11 @@ def test_the_environment():
     assert wrong.returncode != 0 and "mmx" in wrong.stderr
     wrong = run_python("import sys; from manyhead.__main__ import main; sys.exit(main([]))", MH_ISA="mmx")
     assert wrong.returncode == 2 and "manyhead info: " in wrong.stderr and "Traceback" not in wrong.stderr
+    command = "import sys; from manyhead.__main__ import main; sys.exit(main({!r}))"
+    for arguments in ([], ["heads", "none.npz"]):
+        wrong = run_python(command.format(arguments), MH_THREADS="many")
+        assert wrong.returncode == 2
+        assert wrong.stderr.startswith(f"manyhead {(arguments or ['info'])[0]}: the environment variable MH_THREADS")
     wrong = run_python(call, MH_THREADS="many")
     assert wrong.returncode != 0 and "MH_THREADS" in wrong.stderr
 
@@ -96,9 +101,21 @@ def test_command_line(capsys):
     assert __main__.main(["--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["isa"] == manyhead.isa() and facts["machine"] == manyhead.machine()
-    with pytest.raises(SystemExit):
-        __main__.main(["--nonsense"])
-    capsys.readouterr()
+    for arguments, said in ((["--nonsense"], "manyhead info: "), (["profile", "--qick"], "manyhead profile: ")):
+        with pytest.raises(SystemExit) as stopped:
+            __main__.main(arguments)
+        error = capsys.readouterr().err
+        assert stopped.value.code == 2 and f"{said}error: unrecognized arguments: {arguments[-1]}" in error
+    with pytest.raises(SystemExit) as stopped:
+        __main__.main(["--version"])
+    assert (stopped.value.code, capsys.readouterr().out) == (0, f"manyhead {manyhead.__version__}\n")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_full_disk_under_the_output():
+    command = "import sys; from manyhead.__main__ import main; sys.stdout = open('/dev/full', 'w'); sys.exit(main([]))"
+    done = run_python(command)
+    assert (done.returncode, done.stderr) == (1, "manyhead info: No space left on device\n")
 
 
 def test_python_dash_m():

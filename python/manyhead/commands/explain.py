@@ -8,10 +8,11 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from .._runtime import machine
 from ..profiling import cases, document, explain
 from ..profiling.run import available_memory
 from .errors import UserError, interrupted, need, no_other_profile, one_of
-from .options import isas_of, machine_facts, seconds_of, single, threads_of
+from .options import isas_of, seconds_of, single, threads_of
 
 SUMMARY = "the plan for a problem, and the time it should take"
 SECONDS = 0.5
@@ -54,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     from ..profiling import show, show_explain
 
     _check(options)
-    facts = machine_facts()
+    facts = machine()
     rows = _rows(options, facts, _measure)
     found: list[explain.Explanation] = []
     stopped = False
@@ -91,7 +92,7 @@ def _check(options: argparse.Namespace) -> None:
 def _rows(options: argparse.Namespace, facts: dict[str, Any], tools: Any) -> list[cases.Row]:
     dtype = one_of("dtype", options.dtype, cases.ITEM_SIZE)
     isa = facts["isa"] if options.isa is None else single("--isa", isas_of(options.isa), options.isa)
-    given = options.threads or "all"
+    given = "all" if options.threads is None else options.threads
     threads = single("--threads", threads_of(given, facts), given)
     chosen = cases.preset_cases([options.table]) if options.table else cases.shape_cases([options.problem])
     return cases.make_rows(chosen, [dtype], [isa], [threads], tools)

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .._runtime import isas, machine
+from .._runtime import isas
 from .errors import UserError, one_of
-
-
-def machine_facts() -> dict[str, Any]:
-    try:
-        return machine()
-    except ValueError as error:  # MH_ISA or MH_THREADS asks for something that is not there
-        raise UserError(str(error)) from error
 
 
 def words(option: str, text: str) -> list[str]:
@@ -43,7 +36,7 @@ def isas_of(text: str) -> list[str]:
 def threads_of(text: str, facts: dict[str, Any]) -> list[int]:
     numbers = set()
     for word in words("--threads", text):
-        number = facts["threads"] if word == "all" else int(word) if word.isdecimal() else 0
+        number = min(facts["threads"], facts["cpus"]) if word == "all" else int(word) if word.isdecimal() else 0
         if not 1 <= number <= facts["cpus"]:
             raise UserError(
                 f"--threads {text}: {word!r} is not a number from 1 to {facts['cpus']}, the CPUs here, and not 'all'"

@@ -7,13 +7,14 @@ import argparse
 import dataclasses
 from typing import Any
 
+from .._runtime import machine
 from ..profiling import cases, document, sweep
 from ..profiling.limits import Limits
 from ..profiling.model import model_cases
 from ..profiling.run import available_memory, profile
 from .errors import UserError, interrupted, need, no_other_profile
 from .files import writable
-from .options import isas_of, machine_facts, names, seconds_of, threads_of, words
+from .options import isas_of, names, seconds_of, threads_of, words
 
 SUMMARY = "measure attention on this machine, and what the machine could do"
 
@@ -67,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
     no_other_profile()
     from ..profiling import show
 
-    facts = machine_facts()
+    facts = machine()
     rows = _rows(options, facts, _measure)
     effort = _effort(options, len(rows))
     available = available_memory()
@@ -129,9 +130,10 @@ def _rows(options: argparse.Namespace, facts: dict[str, Any], tools: Any) -> lis
     if not (options.preset or options.model or options.shape):
         chosen = cases.preset_cases(cases.DEFAULT)
     quick = options.quick
-    dtypes = names("--dtype", options.dtype or ("f32" if quick else "f32,bf16"), "dtype", list(cases.ITEM_SIZE))
+    dtype = ("f32" if quick else "f32,bf16") if options.dtype is None else options.dtype
+    dtypes = names("--dtype", dtype, "dtype", list(cases.ITEM_SIZE))
     chosen_isas = [facts["isa"]] if options.isa is None else isas_of(options.isa)
-    threads = threads_of(options.threads or ("all" if quick else "1,all"), facts)
+    threads = threads_of(("all" if quick else "1,all") if options.threads is None else options.threads, facts)
     return cases.make_rows(list(dict.fromkeys(chosen)), dtypes, chosen_isas, threads, tools)
 
 

@@ -8,11 +8,12 @@ import dataclasses
 import json
 import sys
 
+from .._runtime import machine
 from ..profiling import replay
 from ..profiling.run import available_memory
 from .errors import UserError, interrupted, need, no_other_profile
 from .files import read_text
-from .options import isas_of, machine_facts, seconds_of, single, threads_of
+from .options import isas_of, seconds_of, single, threads_of
 
 SUMMARY = "run the calls of a log of MH_VERBOSE=1 again"
 
@@ -38,9 +39,11 @@ def run(options: argparse.Namespace) -> int:
     no_other_profile()
     from ..profiling import show, show_replay
 
-    facts = machine_facts()
+    facts = machine()
     isa = facts["isa"] if options.isa is None else single("--isa", isas_of(options.isa), options.isa)
-    threads = options.threads and single("--threads", threads_of(options.threads, facts), options.threads)
+    threads = (
+        None if options.threads is None else single("--threads", threads_of(options.threads, facts), options.threads)
+    )
     effort = replay.EFFORT
     if options.seconds is not None:
         effort = dataclasses.replace(effort, seconds=seconds_of(options.seconds))
