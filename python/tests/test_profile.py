@@ -17,8 +17,8 @@ from typing import Any
 import manyhead
 import pytest
 from fake_measure import ARITHMETIC, EFFORT, MACHINE, READ, SHAPES, FakeMeasure, is_plain, make_rows, profile
-from manyhead.commands import errors, files, main
-from manyhead.profiling import cases, document, limits, sweep
+from manyhead.commands import errors, files, main, options
+from manyhead.profiling import cases, document, limits, show, sweep
 from manyhead.profiling.model import model_cases
 
 pytest.importorskip("rich")
@@ -490,6 +490,25 @@ def test_an_interrupt_before_the_first_row_keeps_the_old_file(fake, capsys):
     assert Path("a.json").read_text() == "old" and "Wrote" not in out
 
 
+def test_columns_that_say_nothing_are_left_out(fake, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    _, out, _ = command(capsys, "--shape", SHAPES[0], "--seconds", "0.1")
+    assert " p90 " in out and " most in " in out
+    _, out, _ = command(capsys, "--shape", SHAPES[0], "--seconds", "1e-9", "--no-phases")
+    assert " GFLOP/s " in out and " most in " not in out
+
+
+def test_one_run_has_no_slowest_tenth():
+    times = {"best": 1.0, "p90": 1.0}
+    assert show.slowest_tenth({"seconds": times | {"runs": 1}}) == "-"
+    assert show.slowest_tenth({"seconds": times | {"runs": 2}}) == "+0%"
+
+
+def test_more_threads_wanted_than_cpus():
+    assert options.threads_of("all", {"threads": 999, "cpus": 2}) == [2]
+    assert options.threads_of("all,2", {"threads": 1, "cpus": 2}) == [1, 2]
+
+
 def test_an_unsteady_machine_is_told(fake, capsys, monkeypatch):
     rates = iter(range(10**9))
     monkeypatch.setattr(fake, "arithmetic_rate", lambda *_: 1e11 / (1 + next(rates) % 2))
@@ -510,6 +529,8 @@ def test_an_unsteady_machine_is_told(fake, capsys, monkeypatch):
         (["--threads", "-1"], "--threads -1: '-1' is not a number from 1 to"),
         (["--threads", "two"], "--threads two: 'two' is not a number from 1 to"),
         (["--threads", "1000000"], "--threads 1000000: '1000000' is not a number from 1 to"),
+        (["--threads", ""], "--threads '': expected names with commas between them"),
+        (["--dtype", ""], "--dtype '': expected names with commas between them"),
         (["--seconds", "0"], "--seconds 0: expected a number of seconds above 0"),
         (["--seconds", "nan"], "--seconds nan: expected a number of seconds above 0"),
         (["--shape", "b1 h2 q3 kv4 d5 casual"], "f32 b1 h2 q3 kv4 d5 casual\n                    ^"),

@@ -61,10 +61,10 @@ def console() -> Iterator[Console]:
 
 
 def print_table(console: Console, title: str, columns: Iterable[Column], rows: Sequence[Row]) -> None:
-    """The table with as many of its columns as there is room for."""
+    """The table with as many of its columns as there is room for, and without those that say nothing."""
     from rich.measure import Measurement
 
-    kept = list(columns)
+    kept = [column for column in columns if any(column.cell(row) != units.ABSENT for row in rows)]
     wide = console.options.update(width=10_000)
     while True:
         table = _table(console, kept, rows)
@@ -103,7 +103,7 @@ WAY = [
     TIME,
 ]
 FIGURES = [
-    Column("p90", lambda row: f"+{row['seconds']['p90'] / row['seconds']['best'] - 1:.0%}", 3),
+    Column("p90", lambda row: slowest_tenth(row), 3),
     Column("GFLOP/s", lambda row: giga(row["flops_rate"]), 1),
     Column("GB/s", lambda row: giga(row["bytes_rate"]), 2),
     Column("share", lambda row: f"{row['share']:.0%}", style="cyan"),
@@ -241,6 +241,11 @@ def work(row: Row) -> dict[str, float]:
     spent = {name: seconds for name, seconds in (row["phases"] or {}).items() if name != "idle"}
     total = sum(spent.values())
     return {name: seconds / total for name, seconds in spent.items()} if total else {}
+
+
+def slowest_tenth(row: Row) -> str:
+    times = row["seconds"]
+    return f"+{times['p90'] / times['best'] - 1:.0%}" if times["runs"] > 1 else units.ABSENT
 
 
 def longest_phase(row: Row) -> str:
