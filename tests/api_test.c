@@ -357,7 +357,7 @@ static void test_problem_numbers(void) {
   BAD_PROBLEM(p.scores_stage = 3, "scores_stage is 3");
   BAD_PROBLEM(p.index_type = 2, "index_type is 2");
   BAD_PROBLEM(p.reserved0 = 1, "reserved0 is 1");
-  BAD_PROBLEM(p.flags |= 8u, "flags is");
+  BAD_PROBLEM(p.flags |= 16u, "flags is");
   BAD_PROBLEM(p.inputs |= 128u, "inputs is");
   BAD_PROBLEM(p.outputs |= 0x80000000u, "outputs is");
 

@@ -84,17 +84,22 @@ struct bf16 {
   // On a matrix unit: a number is the sum of so many bf16. split() does it for words of two numbers each.
   static constexpr int parts = 1;
   static MH_INLINE void split(word_vec x, word_vec (&part)[1]) { part[0] = x; }
-  // Two floats as words (even low, odd high) of their upper parts and of what is left, both rounded: an error of
-  // 2^-17 at most.
-  static MH_INLINE void halves(vec<float> even, vec<float> odd, word_vec& high, word_vec& low) {
+  // Two floats rounded, an error of 2^-9 at most, and as words, even low, odd high.
+  static MH_INLINE word_vec round(vec<float>& even, vec<float>& odd) {
     const word_vec upper(0xffff0000U);
     const word_vec half(0x8000U);
     const word_vec e = (xsimd::bitwise_cast<uint32_t>(even) + half) & upper;
     const word_vec o = (xsimd::bitwise_cast<uint32_t>(odd) + half) & upper;
-    const word_vec e_left = xsimd::bitwise_cast<uint32_t>(even - xsimd::bitwise_cast<float>(e)) + half;
-    const word_vec o_left = xsimd::bitwise_cast<uint32_t>(odd - xsimd::bitwise_cast<float>(o)) + half;
-    high = (e >> 16) | o;
-    low = (e_left >> 16) | (o_left & upper);
+    even = xsimd::bitwise_cast<float>(e);
+    odd = xsimd::bitwise_cast<float>(o);
+    return (e >> 16) | o;
+  }
+  // Two floats as words of their upper parts and of what is left, both rounded: an error of 2^-17 at most.
+  static MH_INLINE void halves(vec<float> even, vec<float> odd, word_vec& high, word_vec& low) {
+    const vec<float> e = even, o = odd;
+    high = round(even, odd);
+    vec<float> e_left = e - even, o_left = o - odd;
+    low = round(e_left, o_left);
   }
   static MH_INLINE float widen(uint16_t x) {
     const uint32_t u = static_cast<uint32_t>(x) << 16;

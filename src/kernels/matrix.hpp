@@ -4,6 +4,8 @@
 //   - Q is not scaled; scores are, in f32 (kernel_api.hpp: q_scale, exp_scale);
 //   - f16 is split into two bf16 whose sum it is, and all four products are taken;
 //   - weights are split in two as well, which keeps 16 of their bits; the product of both small parts is left out.
+// Where the caller allows a fast exponential, weights are rounded to one part, and the product of both small parts of f16
+// scores is left out: 1 product of a score and 1 of a value for bf16, 3 and 2 for f16, instead of 1 and 2, 4 and 3.
 // So results are as good as the tile route's. K and V of a tile are brought into the unit's order once a task, for all
 // of its panels: V transposed, both padded with zeros, so that no size or stride is special.
 //
@@ -177,35 +179,43 @@ struct matrix_task {
     }
   }
 
-  // Scores become weights, in two parts: B of the values. `keys` is a multiple of the step. Four vectors at once, of as
-  // many keys as the unit takes at a time.
+  // Scores become weights, in two parts, or rounded to one: B of the values. `keys` is a multiple of the step. Four vectors
+  // at once, of as many keys as the unit takes at a time.
+  template <bool Fast>
   MH_INLINE void weigh(const panel<T>& x, int64_t keys, T exp_scale) const {
     constexpr int at_once = 2 * weight_pairs;
     constexpr int vectors = 4 / at_once;
     const int64_t part = key_steps * unit_block;
     for (int64_t l = 0; l < width; l += vectors * w) {
       uint32_t* const to = weights;
-      const auto keep = [=](int64_t key, const auto& values) MH_INLINE_LAMBDA {
+      const auto keep = [=](int64_t key, auto& values) MH_INLINE_LAMBDA {
         if constexpr (sizeof(values) == at_once * vectors * sizeof(vec<T>)) {  // keys are never left over
 #pragma GCC unroll 2
           for (int j = 0; j < vectors; ++j) {
             words high[weight_pairs], low[weight_pairs];
 #pragma GCC unroll 2
             for (int i = 0; i < weight_pairs; ++i) {
-              bf16::halves(values[2 * i * vectors + j], values[(2 * i + 1) * vectors + j], high[i], low[i]);
+              vec<T>& even = values[2 * i * vectors + j];
+              vec<T>& odd = values[(2 * i + 1) * vectors + j];
+              if constexpr (Fast) {
+                high[i] = bf16::round(even, odd);
+              } else {
+                bf16::halves(even, odd, high[i], low[i]);
+              }
             }
             put_weights(to, l + j * w, key, high);
-            put_weights(to + part, l + j * w, key, low);
+            if constexpr (!Fast) put_weights(to + part, l + j * w, key, low);
           }
         }
       };
       const softmax_rows<T, vectors, NV> rows{x.row_max + l, x.row_sum + l, nullptr, 0};
-      // Degree 5: 9e-8, where the two parts keep 2^-17.
-      rows.template weigh<true, at_once, 5>(scratch.scores + l, keys, exp_scale, keep);
+      constexpr int degree = Fast ? fast_exp2_degree<T> : 5;  // 9e-8, where the two parts keep 2^-17
+      rows.template weigh<true, at_once, degree>(scratch.scores + l, keys, exp_scale, keep);
     }
   }
 
   // A panel against keys [t.begin, t.end) of the tile that begins at `begin`, t.begin a whole number of steps behind it.
+  template <bool Fast>
   void attend(panel<T>& x, const tile_at& t, int64_t begin) const {
     const visibility see = see_panel<T>(c, at, x, t, scratch);
     if (see == visibility::none) return;
@@ -213,10 +223,10 @@ struct matrix_task {
     const int64_t first = t.begin - begin;
     const unit_a k_at{k + first * unit_step, dim_steps * c.block_kv * unit_step, c.block_kv * unit_step};
     const unit_b q_at{reinterpret_cast<const uint32_t*>(x.q), dim_steps * unit_block, unit_block};
-    constexpr unit_terms all = {parts, {parts, parts}};
+    constexpr unit_terms terms = {parts, {parts, Fast ? 1 : parts}};
     T* s = scratch.scores;
     for (int64_t key = 0; key < keys; key += unit_rows) {
-      unit.product({k_at.base + key * unit_step, k_at.part, k_at.step}, q_at, all, dim_steps, s + key * width, width,
+      unit.product({k_at.base + key * unit_step, k_at.part, k_at.step}, q_at, terms, dim_steps, s + key * width, width,
                    false);
     }
     if (c.q_scale != 1) {
@@ -231,15 +241,15 @@ struct matrix_task {
     const softmax_rows<T, NV> rows{x.row_max, x.row_sum, x.out, c.v_dim};
     const T exp_scale = static_cast<T>(c.exp_scale);
     rows.raise(scratch.tile_max, exp_scale, x.started);
-    weigh(x, keys, exp_scale);
+    weigh<Fast>(x, keys, exp_scale);
     lap(task.clock, phase_softmax);
 
     const unit_b weights_at{weights, key_steps * unit_block, unit_block};
-    constexpr unit_terms all_but_least = {parts, {2, 1}};
+    constexpr unit_terms of_weights = {parts, {Fast ? 1 : 2, 1}};
     for (int64_t d = 0; d < v_rows; d += unit_rows) {
       const unit_a v_at{v + (first / unit_step * v_rows + d) * unit_step, key_steps * v_rows * unit_step,
                         v_rows * unit_step};
-      unit.product(v_at, weights_at, all_but_least, keys / unit_step, x.out + d * width, width, x.started);
+      unit.product(v_at, weights_at, of_weights, keys / unit_step, x.out + d * width, width, x.started);
     }
     lap(task.clock, phase_values);
     x.started = true;
@@ -278,7 +288,7 @@ struct matrix_task {
           x.packed = true;
           lap(task.clock, phase_pack);
         }
-        attend(x, t, b);
+        c.fast_exp ? attend<true>(x, t, b) : attend<false>(x, t, b);
       }
     }
   }
