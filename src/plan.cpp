@@ -68,11 +68,11 @@ bool crowds(int64_t stride, int64_t dim, int64_t size) {
 }
 
 // Whether kernels read copies of K and V: where elements of the arithmetic type do not lie next to each other, for the
-// decode route in whole vectors, and where a tile would crowd L1 and there are rows enough to pay for copying.
+// decode route at least a vector of them, and where a tile would crowd L1 and there are rows enough to pay for copying.
 bool needs_copy(const problem& p, route kernel, int64_t lanes) {
   if (kernel != route_decode && (p.dtype == MH_DTYPE_BF16 || p.dtype == MH_DTYPE_F16)) return true;
   if ((p.k_strides[3] != 1 && p.head_dim > 1) || (p.v_strides[3] != 1 && p.v_dim > 1)) return true;
-  if (kernel == route_decode) return p.head_dim % lanes != 0 || p.v_dim % lanes != 0;
+  if (kernel == route_decode) return p.head_dim < lanes || p.v_dim < lanes;
   const int64_t size = dtype_bytes(p.dtype);
   return p.group() * p.q_len >= copying_rows &&
          (crowds(p.k_strides[2], p.head_dim, size) || crowds(p.v_strides[2], p.v_dim, size));
@@ -200,7 +200,7 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes) {
 
   plan.second_pass =
       (p.outputs & (MH_OUTPUT_WEIGHTS | MH_OUTPUT_MEAN_WEIGHTS | MH_OUTPUT_COLUMN_SUMS | MH_OUTPUT_SCORES)) != 0;
-  // Half as many rows where decoding alone needs copies (f32 of head_dim 40 with AVX-512: 6 rows of 8 heads took 1.2 times
+  // Half as many rows where decoding alone needs copies (with head_dim 40, which needed them once: 6 rows of 8 heads took 1.2 times
   // as long as tiles, 4 rows as long). With more than half a vector of rows a panel of them is as good for few keys: 10
   // rows x 10 keys 4.7 and 5.1 us. The second pass subtracts the first one's maxima from scores that it computes again:
   // both must sum them in the same order, which only the tile route does.

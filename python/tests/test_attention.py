@@ -323,3 +323,12 @@ def test_more_kinds_of_calls_than_plans_are_kept():
         if length % 97 == 1:
             close(out, reference.attention(q, keys[:, :, :length], keys[:, :, :length]).out, "f32")
     assert 0 < len(_plan._plans) <= _plan._LIMIT < 600
+
+
+def test_an_infinite_key_is_never_multiplied_by_what_pads_a_row():
+    rng = np.random.default_rng(6)
+    q, k, v = (rng.standard_normal((1, 2, n, 40)).astype(np.float32) for n in (2, 30, 30))
+    q[..., 30] = 1
+    k[0, 0, 7, 30] = -np.inf  # a weight of 0 for both rows
+    want = manyhead.attention(q, np.delete(k, 7, 2), np.delete(v, 7, 2))
+    np.testing.assert_allclose(manyhead.attention(q, k, v)[0, 0], want[0, 0], rtol=1e-5, atol=1e-6)

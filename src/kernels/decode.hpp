@@ -5,8 +5,9 @@
 //   O[row] += P[row][key] * V[key]                                    up to 4 rows x 4 vectors of accumulators
 //
 // 16-bit elements are widened as they are loaded, two vectors at a time, in whatever order is cheapest: q is brought
-// into the same order first, and the result out of it at the end. Rows of K and V must be whole vectors: other head
-// sizes come here through the copy (kernel_call.copy_kv), padded with zeros.
+// into the same order first, and the result out of it at the end. Where a row of K or V is not whole vectors, the last
+// one ends where the row ends and begins among the dims before: of K these are made 0, the result has them twice. Rows
+// shorter than a vector come here through the copy (kernel_call.copy_kv), padded with zeros.
 #pragma once
 
 #include "panel.hpp"
@@ -37,7 +38,8 @@ struct decode_task {
   positions at;
   int64_t kv_head;
   int64_t rows;
-  int64_t k_dim, v_dim;  // padded to whole vectors
+  int64_t k_dim, v_dim;    // padded to whole vectors
+  int64_t k_back, v_back;  // by so much the last vector of a row begins earlier
   int64_t width;         // keys of a score row, padded
   T* q;                  // [rows][k_dim]
   T* out;                // [rows][v_dim]
@@ -47,10 +49,13 @@ struct decode_task {
   T* v_copy;
   T* row_sums;  // [rows][w], to be added up
   T row_max[most_decode_rows];
+  alignas(64) bits<T> k_kept[w];  // of the last vector of K: all bits of a lane, or none
 
   MH_INLINE void carve(carver& from, int64_t row_count) {
     k_dim = round_up(c.head_dim, w);
     v_dim = round_up(c.v_dim, w);
+    k_back = c.copy_kv ? 0 : k_dim - c.head_dim;
+    v_back = c.copy_kv ? 0 : v_dim - c.v_dim;
     width = round_up(c.block_kv, max_of(w, dots));
     q = from.take<T>(row_count * k_dim);
     out = from.take<T>(row_count * v_dim);
@@ -74,22 +79,32 @@ struct decode_task {
   // Whether rows of q and out have the order of D::widen_pair: not where tiles are copies.
   MH_INLINE bool pairs_apart() const { return D::pairs_apart && !c.copy_kv; }
 
+  // Of a padded row, the part that goes in pairs of vectors: all but the last vector or two.
+  static MH_INLINE int64_t pairs_end(int64_t padded, int64_t back) {
+    return (padded - (back > 0 ? w : 0)) / (2 * w) * (2 * w);
+  }
+  // Where vector d of such a row lies in memory.
+  static MH_INLINE int64_t place_of(int64_t d, int64_t padded, int64_t back) { return d + w == padded ? d - back : d; }
+
   MH_INLINE void start() {
     at = positions_of(c, task.batch);
     kv_head = task.kv_head_begin;
     rows = task.row_end - task.row_begin;
     carver from{static_cast<char*>(task.scratch)};
     carve(from, rows);
+    for (int64_t l = 0; l < w && k_back > 0; ++l) k_kept[l] = l < k_back ? bits<T>(0) : ~bits<T>(0);
     row_of of(c, task.row_begin);
     for (int64_t r = 0; r < rows; ++r, of.step(c)) {
       const auto* p = static_cast<const typename D::storage*>(c.q) + task.batch * c.q_strides[0] +
                       (kv_head * c.group + of.member) * c.q_strides[1] + of.query * c.q_strides[2];
       T* to = q + r * k_dim;
-      widen_row<D>(p, c.q_strides[3], c.head_dim, to);
-      for (int64_t d = c.head_dim; d < k_dim; ++d) to[d] = T(0);
+      const int64_t whole = k_back > 0 ? k_dim - w : c.head_dim;  // what is left goes behind k_back zeros
+      widen_row<D>(p, c.q_strides[3], whole, to);
+      for (int64_t d = whole; d < k_dim; ++d) to[d] = T(0);
+      if (k_back > 0) widen_row<D>(p + whole * c.q_strides[3], c.q_strides[3], c.head_dim - whole, to + whole + k_back);
       for (int64_t d = 0; d < k_dim; d += w) store<T>(to + d, load(to + d) * vec<T>(static_cast<T>(c.q_scale)));
       if (pairs_apart()) {
-        for (int64_t d = 0; d + 2 * w <= k_dim; d += 2 * w) {
+        for (int64_t d = 0; d < pairs_end(k_dim, k_back); d += 2 * w) {
           vec<T> a = load(to + d), b = load(to + d + w);
           deinterleave<T>(a, b);
           store<T>(to + d, a);
@@ -156,7 +171,7 @@ struct decode_task {
 #pragma GCC unroll 16
     for (int i = 0; i < dots; ++i) acc[i] = vec<T>(T(0));
     int64_t d = 0;
-    for (; d + 2 * w <= k_dim; d += 2 * w) {
+    for (const int64_t end = pairs_end(k_dim, k_back); d < end; d += 2 * w) {
 #pragma GCC unroll 2
       for (int64_t b = 0; Ask && b < 2 * w * size; b += 64) {
         if (2 * w * size < 64 && d * size % 64 != 0) break;
@@ -193,10 +208,15 @@ struct decode_task {
         }
       }
     }
-    if (d < k_dim) {
+    for (; d < k_dim; d += w) {
+      const int64_t at_dim = place_of(d, k_dim, k_back);
 #pragma GCC unroll 16
       for (int i = 0; i < K; ++i) {
-        const vec<T> y = E::widen(key[i] + d);
+        vec<T> y = E::widen(key[i] + at_dim);
+        if (at_dim < d) {
+          const auto kept = xsimd::batch<bits<T>, MH_ARCH>::load_aligned(k_kept);
+          y = xsimd::bitwise_cast<T>(xsimd::bitwise_cast<bits<T>>(y) & kept);  // not multiplied by 0: inf would be NaN
+        }
 #pragma GCC unroll 8
         for (int n = 0; n < R; ++n)
           acc[n * K + i] = xsimd::fma(y, vec<T>::load_aligned(row + n * k_dim + d), acc[n * K + i]);
@@ -274,14 +294,17 @@ struct decode_task {
     constexpr int64_t size = sizeof(typename E::storage);
     const T* p = scores + r * width + first;
     T* const to = out + r * v_dim;
+    const int64_t end = pairs_end(v_dim, v_back);
     int64_t d = 0;
-    for (; d + step <= v_dim; d += step)
+    for (; d + step <= end; d += step)
       add_values<Careful, R, N, Ask>(v.from(0, d), keys, p, to + d, next.from(0, d * size));
     if constexpr (N > 1) {
-      for (; d + 2 * w <= v_dim; d += 2 * w)
+      for (; d + 2 * w <= end; d += 2 * w)
         add_values<Careful, R, 1, Ask>(v.from(0, d), keys, p, to + d, next.from(0, d * size));
     }
-    if (d < v_dim) add_values<Careful, R, 0, Ask>(v.from(0, d), keys, p, to + d, next.from(0, d * size));
+    for (; d < v_dim; d += w) {
+      add_values<Careful, R, 0, Ask>(v.from(0, place_of(d, v_dim, v_back)), keys, p, to + d, next.from(0, d * size));
+    }
   }
 
   template <bool Careful, int R, bool Ask, class E>
@@ -419,7 +442,7 @@ struct decode_task {
       }
       if (pairs_apart()) {
         T* const values = out + r * v_dim;
-        for (int64_t d = 0; d + 2 * w <= v_dim; d += 2 * w) {
+        for (int64_t d = 0; d < pairs_end(v_dim, v_back); d += 2 * w) {
           vec<T> a = load(values + d), b = load(values + d + w);
           interleave<T>(a, b);
           store<T>(values + d, a);
@@ -430,7 +453,8 @@ struct decode_task {
       for (int64_t d = 0; d < c.v_dim; d += w) {
         const vec<T> x = load(out + r * v_dim + d) * vec<T>(factor);
         not_finite = xsimd::fma(x, vec<T>(T(0)), not_finite);
-        write_values<D>(c, place, d, min_of(w, c.v_dim - d), x);
+        const int64_t at_dim = place_of(d, v_dim, v_back);
+        write_values<D>(c, place, at_dim, min_of(w, c.v_dim - at_dim), x);
       }
     }
     return xsimd::all(not_finite == vec<T>(T(0)));
