@@ -253,10 +253,11 @@ TEST_CASE("K and V are copied only where kernels cannot read them in place, or o
        {"f32 b1 h2 q100 kv100 d64", "f32 b1 h2 q100 kv100 d64 bshd", "f64 b1 h2 q100 kv100 d24 strides=packed",
         "f32 b1 h2 q100 kv100 d33 strides=odd", "f32 b1 h2 q100 kv100 d64 strides=negative", "f32 b1 h1 q1 kv100 d64",
         "f16 b1 h2 q1 kv100 d64", "f32 b1 h6 q500 kv500 d64 bshd", "f32 b1 h4 q100 kv500 d64 bshd",
-        "f32 b1 h4 q500 kv500 d64", "f32 b1 h1 q500 kv500 d256 bshd", "f32 b1 h4 q1 kv500 d64 bshd"})
+        "f32 b1 h4 q500 kv500 d64", "f32 b1 h1 q500 kv500 d256 bshd", "f32 b1 h4 q1 kv500 d64 bshd",
+        "f16 b1 h2 q1 kv100 d40", "f32 b1 h2 q1 kv100 d33"})
     CHECK_MESSAGE(!plan_of(line).copy_kv, line);
   for (const char* line :
-       {"bf16 b1 h2 q100 kv100 d64", "f16 b1 h2 q1 kv100 d40", "f32 b1 h2 q1 kv100 d33",
+       {"bf16 b1 h2 q100 kv100 d64", "f16 b1 h2 q1 kv100 d1", "f32 b1 h2 q1 kv100 d64 v1",
         "f32 b1 h2 q100 kv100 d64 strides=lastdim", "f32 b1 h2 q100 kv100 d64 strides=transposed",
         "f64 b1 h2 q100 kv100 d64 strides=reversed", "f32 b1 h2 q100 kv100 d64 strides=zero",
         "f32 b1 h4 q500 kv500 d64 bshd", "f64 b1 h2 q500 kv500 d64 bshd", "f32 b1 h12 q500 kv500 d64 bshd causal"})
