@@ -137,7 +137,7 @@ def _any_mask(x: Any) -> np.ndarray:
 
 
 def place(target: Any, options: Any, inputs: Mapping[str, Any]) -> None:
-    """Writes where the queries stand among the keys, window, softcap and fast_exp into an mh_problem or an mh_mha_call."""
+    """Writes where the queries stand, window, softcap and fast_exp into an mh_problem or an mh_mha_call."""
     target.causal = boolean(options.causal, "causal")
     target.align = choice(options.align, "align", ALIGN)
     if options.q_offset is not None:

@@ -187,6 +187,18 @@ def test_the_matrix_unit_takes_more_products_for_f16():
     assert f16.terms["softmax"] == bf16.terms["softmax"]
 
 
+def test_a_fast_exp_takes_fewer_products_and_shorter_exponentials():
+    row = next(row for row in MEASURED if (row["isa"], row["name"], dtype_of(row)) == ("amx", "bert_large", "f16"))
+    exact, fast = (
+        predict.predict(as_planned(row | {"problem": row["problem"] + words}), row["rates"]).terms
+        for words in ("", " fastexp")
+    )
+    for phase in ("scores", "values", "softmax"):
+        assert fast[phase] < exact[phase]
+    exact, fast = (predicted(f"f32 b1 h8 q512 kv512 d64 weights{words}") for words in ("", " fastexp"))
+    assert fast.terms == exact.terms  # calls with weights stay exact
+
+
 @pytest.mark.parametrize("isa", predict.UNITS)
 def test_f32_bound_by_arithmetic_is_told_of_the_matrix_unit(isa):
     row = next(row for row in MEASURED if row["isa"] == "avx512" and row["name"] == "bert_large")

@@ -40,11 +40,11 @@ struct decode_task {
   int64_t rows;
   int64_t k_dim, v_dim;    // padded to whole vectors
   int64_t k_back, v_back;  // by so much the last vector of a row begins earlier
-  int64_t width;         // keys of a score row, padded
-  T* q;                  // [rows][k_dim]
-  T* out;                // [rows][v_dim]
-  T* scores;             // [rows][width]
-  bits<T>* words;        // [width / word_keys + 1][whole vectors of rows]
+  int64_t width;           // keys of a score row, padded
+  T* q;                    // [rows][k_dim]
+  T* out;                  // [rows][v_dim]
+  T* scores;               // [rows][width]
+  bits<T>* words;          // [width / word_keys + 1][whole vectors of rows]
   T* k_copy;
   T* v_copy;
   T* row_sums;  // [rows][w], to be added up

@@ -87,6 +87,7 @@ UNIT_SOFTMAX = 16.0  # also splits each weight in two, as exact as the products 
 UNIT_PACK = 9.0  # Q, K, V into the unit's order, V transposed; mostly waiting for L2, which nobody asks ahead
 UNIT_STORE = 17.0  # like `store`, but the result is in a cache further away
 UNIT_PARTS = {"bf16": (1, 1, 2), "f16": (2, 4, 3)}  # of K and V; products for a score and for a value, to be exact
+UNIT_FAST_PARTS = {"bf16": (1, 1, 1), "f16": (2, 3, 2)}  # the same with fast_exp
 
 LINE = 64  # bytes
 # Whatever the core, in cycles.
@@ -108,6 +109,7 @@ FAR_LINE = 12.0  # cycles that a thread takes to read a line, where fewer bytes 
 APART = 1.6  # times as long
 
 F64_SOFTMAX = 1.4  # times as long: a polynomial of degree 11 instead of 6
+FAST_SOFTMAX = 0.77  # fast_exp: of degree 3, and weights rounded instead of split
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,7 @@ class Shape:
         self.group = p.heads // kv_heads
         self.rows = self.group * p.q_len  # of such a head
         self.keys = p.kv_len
+        self.fast = bool(p.flags & _abi.FLAG_FAST_EXP) and not plan["second_pass"]
         self.chunks = plan["chunks"]
         self.apart = p.k_strides[2] > self.d  # as heads lie in [batch, length, heads, head_dim]
         pairs = plan["flops"] / (2 * (self.d + self.v))
@@ -234,7 +237,7 @@ def _tile(planned: Planned, shape: Shape, peak: float) -> dict[str, float]:
     product = scores * peak / (core.share + (core.single - core.share) * fewer)
     widened = core.widen if shape.item == 2 else core.copy if planned.plan["copies_kv"] else 0.0
     brought = shape.heads * shape.keys * (shape.d + shape.v) / shape.lanes * shape.read_again
-    softmax = core.softmax * (F64_SOFTMAX if shape.real == 8 else 1)
+    softmax = core.softmax * (F64_SOFTMAX if shape.real == 8 else FAST_SOFTMAX if shape.fast else 1)
     found = {
         "scores": product * shape.d + tiles * PANEL,
         "values": product * shape.v + tiles * PANEL,
@@ -256,7 +259,7 @@ def _matrix(planned: Planned, shape: Shape, peak: float) -> dict[str, float]:
     weighed = vectors * key_blocks * UNIT
     tiles = max(shape.reached(UNIT) / planned.plan["block_kv"], 1)
     d, v = (_blocks(dim, UNIT) for dim in (shape.d, shape.v))  # blocks of them
-    parts, of_score, of_value = UNIT_PARTS[planned.dtype]
+    parts, of_score, of_value = (UNIT_FAST_PARTS if shape.fast else UNIT_PARTS)[planned.dtype]
 
     def beside(products: float, operands: float, ways: float) -> float:
         """What products take beside multiply-adds: each loads blocks of K or V, its results go in or out so often."""
@@ -268,7 +271,7 @@ def _matrix(planned: Planned, shape: Shape, peak: float) -> dict[str, float]:
         "scores": weighed * d * UNIT * peak * of_score + beside(key_blocks, d, 1),
         # Results go out of the unit for each tile of keys, and but for the first one into it.
         "values": weighed * v * UNIT * peak * of_value + beside(tiles * v, key_blocks / tiles, 2 - 1 / tiles),
-        "softmax": weighed * UNIT_SOFTMAX,
+        "softmax": weighed * UNIT_SOFTMAX * (FAST_SOFTMAX if shape.fast else 1),
         "mask": _masks(planned, shape, weighed, UNIT),
         "pack": (brought + vectors * d * UNIT * shape.chunks) * UNIT_PACK * parts,
         "store": shape.heads * shape.rows * shape.v / shape.lanes * UNIT_STORE * shape.chunks,
