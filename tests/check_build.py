@@ -70,15 +70,16 @@ def check_objects(nm: str, archive: str) -> list[str]:
 # Rows of a tile of the products (tile_rows in src/kernels/product.hpp) by vectors of a panel. The product of both is
 # the number of FMAs in the loop over the depth, which is a multiple of it where the compiler unrolled the loop.
 TILE_ROWS = {"avx512": {3: 8, 2: 12, 1: 16}, "avx2": {2: 6, 1: 8}}
-TILE_ROWS["amx"] = TILE_ROWS["avx512"]
+TILE_ROWS |= dict.fromkeys(["amx", "neon", "neon_bf16"], TILE_ROWS["avx512"])
 # BFMMLA in the innermost loops of the unit's products (src/kernels/matrix_unit.hpp): 8 x 8 results, of scores with one
 # part of B, of values with two.
 UNIT_LOOPS = {"neon_bf16": {16, 32}}
 SUMS = "vaddvq"  # of a vector's lanes: once a row
 ADD_SIGNED = "3"  # the mode of the rare second try of a panel: its masks do not all fit into registers, and need not
 JUMP = re.compile(r"j\w+|b(\.\w+)?|cbn?z|tbn?z")
-VECTOR = re.compile(r"[xyz]mm\d|\b[vqd]\d")
+VECTOR = re.compile(r"[xyz]mm\d|\b[vq]\d")  # not d8 to d15, which AArch64 functions save and restore
 PRODUCT = re.compile(r"product<.*?product_mode\)(\d), (\d+), (float|double)")
+REST = re.compile(r"product_rest<.*?product_mode\)\d, \d+, (\d+), (float|double)")  # tiles of any number of rows
 
 
 class Instruction(NamedTuple):
@@ -94,7 +95,7 @@ class Instruction(NamedTuple):
 
     @property
     def is_fma(self) -> bool:
-        return self.name.startswith("vfmadd")
+        return self.name.startswith("vfmadd") or self.name == "fmla"
 
     def spills(self, frame: str) -> bool:
         return bool(VECTOR.search(self.operands) and re.search(rf"[(\[]({frame})\b", self.operands))
@@ -157,6 +158,10 @@ def check_loops(objdump: str, archive: str) -> list[str]:
     if isa not in TILE_ROWS:
         return wrong
     for name, body in functions.items():
+        if match := REST.search(name):
+            loops = [loop for loop in innermost_loops(body) if any(i.is_fma for i in loop)]
+            spills = [i for loop in loops for i in loop if i.spills(frame_of(body))]
+            wrong += [f"{isa}: a vector on the stack in {match[0]}: {i.name} {i.operands}" for i in spills]
         match = PRODUCT.search(name)
         if not match:
             continue
