@@ -76,12 +76,14 @@ def load() -> tuple[ctypes.CDLL, str]:
         if compatible(version):
             return library, place
         failures.append(f"{place}: is version {version}, this package is {__version__}")
-    raise ImportError(
-        "manyhead's shared library was not found. Tried:\n  "
-        + "\n  ".join(failures)
-        + "\nBuild it (meson setup build && meson compile -C build) and set MANYHEAD_LIBRARY to the file, "
-        "or install the package with pip."
-    )
+    if os.environ.get("MANYHEAD_LIBRARY"):
+        advice = "The environment variable MANYHEAD_LIBRARY says so: set it to a library of this version, or unset it."
+    else:
+        advice = (
+            "Build it (meson setup build && meson compile -C build) and set MANYHEAD_LIBRARY to the file, "
+            "or install the package with pip."
+        )
+    raise ImportError("\n  ".join(["manyhead's shared library was not found. Tried:", *failures]) + "\n" + advice)
 
 
 lib, path = load()

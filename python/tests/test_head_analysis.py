@@ -411,7 +411,7 @@ def test_bad_use_is_a_sentence_before_the_work(packages, tmp_path, capsys, monke
 def test_missing_packages_are_named(packages, capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["heads", "x.npz"]) == 2
-    assert "needs the Python package matplotlib: pip install 'manyhead[profile]'" in capsys.readouterr().err
+    assert "needs the Python package matplotlib: pip install matplotlib, or " in capsys.readouterr().err
     monkeypatch.undo()
     pytest.importorskip("tokenizers")
     pytest.importorskip("safetensors")

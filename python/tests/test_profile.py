@@ -560,7 +560,7 @@ def test_a_missing_package_is_named(fake, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "rich", None)
     status, _, err = command(capsys, "--quick")
     assert status == 2
-    assert "manyhead profile: the table needs the Python package rich: pip install 'manyhead[profile]'" in err
+    assert "manyhead profile: the table needs the Python package rich: pip install rich, or " in err
 
 
 def test_one_profile_at_a_time(fake, capsys, monkeypatch):

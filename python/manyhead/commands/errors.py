@@ -21,7 +21,9 @@ def need(package: str, what: str) -> ModuleType:
     try:
         return import_module(package)
     except ImportError as error:
-        raise UserError(f"{what} needs the Python package {package}: pip install 'manyhead[profile]'") from error
+        raise UserError(
+            f"{what} needs the Python package {package}: pip install {package}, or 'manyhead[profile]' for all of them"
+        ) from error
 
 
 def no_other_profile() -> None:
