@@ -13,6 +13,7 @@
 #include <string>
 
 #include "check.hpp"
+#include "json.hpp"
 #include "machine.hpp"
 #include "merge.hpp"
 #include "mha.hpp"
@@ -141,15 +142,6 @@ void copy_text(const std::string& text, char* buffer, size_t size, size_t* neede
   buffer[copied] = 0;
 }
 
-std::string quoted(const std::string& text) {
-  std::string result = "\"";
-  for (const char c : text) {
-    if (c == '"' || c == '\\') result += '\\';
-    result += static_cast<unsigned char>(c) < ' ' ? ' ' : c;
-  }
-  return result + "\"";
-}
-
 // Fills in a struct that may be of another version of the header, as its struct_size says.
 void write_problem(const mh_problem& from, mh_problem& to) {
   const size_t room = to.struct_size, least = offsetof(mh_problem, q_strides);
@@ -180,29 +172,17 @@ void check_probe_threads(int32_t threads) {
 
 std::string machine_json() {
   const manyhead::machine& m = manyhead::this_machine();
-  std::string isas, json;
-  for (int32_t i = 0; i < manyhead::isa_count(); ++i) {
-    isas += std::string(i > 0 ? ", " : "") + quoted(manyhead::isa_table(i)->isa) +
-            (manyhead::isa_supported(i) ? ": true" : ": false");
-  }
-  const auto add = [&json](const char* key, const std::string& value) {
-    json += std::string(json.empty() ? "{\"" : ", \"") + key + "\": " + value;
-  };
-  add("version", quoted(mh_version()));
-  add("cpu", quoted(m.cpu_name));
-  add("isa", quoted(manyhead::current_isa().isa));
-  add("isas", "{" + isas + "}");
-  add("threads", std::to_string(manyhead::max_threads()));
-  add("cpus", std::to_string(m.cpus));
-  add("l1_bytes", std::to_string(m.l1_bytes));
-  add("l2_bytes", std::to_string(m.l2_bytes));
-  add("l3_bytes", std::to_string(m.l3_bytes));
   const manyhead::host host = manyhead::this_host();
-  add("cores", std::to_string(host.cores));
-  add("numa_nodes", std::to_string(host.numa_nodes));
-  add("memory_bytes", std::to_string(host.memory_bytes));
-  add("os", quoted(host.system));
-  return json + "}";
+  manyhead::json out;
+  out.raw("{").key("version").value(mh_version()).key("cpu").value(m.cpu_name.c_str());
+  out.key("isa").value(manyhead::current_isa().isa).key("isas").raw("{");
+  for (int32_t i = 0; i < manyhead::isa_count(); ++i)
+    out.key(manyhead::isa_table(i)->isa).value(manyhead::isa_supported(i));
+  out.raw("}").key("threads").value(manyhead::max_threads()).key("cpus").value(m.cpus);
+  out.key("l1_bytes").value(m.l1_bytes).key("l2_bytes").value(m.l2_bytes).key("l3_bytes").value(m.l3_bytes);
+  out.key("cores").value(host.cores).key("numa_nodes").value(host.numa_nodes);
+  out.key("memory_bytes").value(host.memory_bytes).key("os").value(host.system.c_str());
+  return out.raw("}").text;
 }
 
 }  // namespace

@@ -22,6 +22,10 @@ struct number_text {
   explicit number_text(number auto value) noexcept {
     *std::to_chars(digits, digits + sizeof digits - 1, value).ptr = 0;
   }
+  // Of so many digits.
+  number_text(double value, int precision) noexcept {
+    *std::to_chars(digits, digits + sizeof digits - 1, value, std::chars_format::general, precision).ptr = 0;
+  }
 };
 inline void append(std::string& text, number auto value) { text += number_text(value).digits; }
 

@@ -18,9 +18,9 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 
 #include "check.hpp"
+#include "json.hpp"
 #include "problem_line.hpp"
 #include "schedule.hpp"
 
@@ -274,29 +274,45 @@ double plan::expected_us() const { return manyhead::expected_us(flops, bytes); }
 // Waking a second thread costs 3 to 100 microseconds.
 bool plan::is_short() const { return expected_us() < 30; }
 
-std::string describe(const plan& plan, bool json, int64_t threads) {
-  char text[2048];
-  const problem& p = plan.p;
-  const schedule order(plan, threads);
-  const char* format =
-      json
-          ? R"({"problem": "%s", "kernel": "attention/%s/%s@%s", "isa": "%s", "dtype": "%s", "block_q": %lld, "block_kv": %lld, )"
-            R"("row_blocks": %lld, "chunks": %lld, "chunk_keys": %lld, "tasks": %lld, "copies_kv": %s, "second_pass": %s, )"
-            R"("scratch_bytes_per_thread": %lld, "shared_bytes": %lld, "flops": %.17g, "bytes": %.17g, "tiles_skipped": %.6f, )"
-            R"("threads": %lld, "balance": %.4f})"
-          : "%s: attention/%s/%s@%s (%s, %s), block_q %lld, block_kv %lld, row_blocks %lld, chunks %lld of %lld keys, "
-            "tasks %lld, "
-            "copies_kv %s, second_pass %s, workspace %lld per thread + %lld, %.4g flops, %.4g bytes, tiles skipped "
-            "%.3f, threads %lld, balance %.3f";
-  std::snprintf(text, sizeof text, format, to_text(p).text, dtype_name(p.dtype), route_names[plan.kernel],
-                plan.table->isa, plan.table->isa, dtype_name(p.dtype), static_cast<long long>(plan.block_q),
-                static_cast<long long>(plan.block_kv), static_cast<long long>(plan.row_blocks),
-                static_cast<long long>(plan.chunks), static_cast<long long>(plan.chunk_keys),
-                static_cast<long long>(order.tasks()), plan.copy_kv ? (json ? "true" : "yes") : (json ? "false" : "no"),
-                plan.second_pass ? (json ? "true" : "yes") : (json ? "false" : "no"),
-                static_cast<long long>(plan.scratch_bytes), static_cast<long long>(plan.shared_bytes), plan.flops,
-                plan.bytes, plan.tiles_skipped, static_cast<long long>(threads), order.balance());
+namespace {
+
+std::string kernel_name(const plan& plan) {
+  return std::string("attention/") + dtype_name(plan.p.dtype) + "/" + route_names[plan.kernel] + "@" + plan.table->isa;
+}
+
+std::string as_json(const plan& plan, const schedule& order, int64_t threads) {
+  json out;
+  out.raw("{").key("problem").value(to_text(plan.p).text).key("kernel").value(kernel_name(plan).c_str());
+  out.key("isa").value(plan.table->isa).key("dtype").value(dtype_name(plan.p.dtype));
+  out.key("block_q").value(plan.block_q).key("block_kv").value(plan.block_kv);
+  out.key("row_blocks").value(plan.row_blocks).key("chunks").value(plan.chunks);
+  out.key("chunk_keys").value(plan.chunk_keys).key("tasks").value(order.tasks());
+  out.key("copies_kv").value(plan.copy_kv).key("second_pass").value(plan.second_pass);
+  out.key("scratch_bytes_per_thread").value(plan.scratch_bytes).key("shared_bytes").value(plan.shared_bytes);
+  out.key("flops").value(plan.flops).key("bytes").value(plan.bytes).key("tiles_skipped").value(plan.tiles_skipped);
+  out.key("threads").value(threads).key("balance").value(order.balance());
+  return out.raw("}").text;
+}
+
+std::string as_text(const plan& plan, const schedule& order, int64_t threads) {
+  std::string text = to_text(plan.p).text;
+  const auto add = [&text](const auto&... parts) { (append(text, parts), ...); };
+  const auto yes = [](bool x) { return x ? "yes" : "no"; };
+  const auto digits = [](double x, int count) { return std::string(number_text(x, count).digits); };
+  add(": ", kernel_name(plan), " (", plan.table->isa, ", ", dtype_name(plan.p.dtype), "), block_q ", plan.block_q,
+      ", block_kv ", plan.block_kv, ", row_blocks ", plan.row_blocks, ", chunks ", plan.chunks, " of ", plan.chunk_keys,
+      " keys, tasks ", order.tasks(), ", copies_kv ", yes(plan.copy_kv), ", second_pass ", yes(plan.second_pass),
+      ", workspace ", plan.scratch_bytes, " per thread + ", plan.shared_bytes, ", ", digits(plan.flops, 4), " flops, ",
+      digits(plan.bytes, 4), " bytes, tiles skipped ", digits(plan.tiles_skipped, 3), ", threads ", threads,
+      ", balance ", digits(order.balance(), 4));
   return text;
+}
+
+}  // namespace
+
+std::string describe(const plan& plan, bool json, int64_t threads) {
+  const schedule order(plan, threads);
+  return json ? as_json(plan, order, threads) : as_text(plan, order, threads);
 }
 
 }  // namespace manyhead

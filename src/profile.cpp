@@ -25,6 +25,7 @@
 
 #include "check.hpp"
 #include "counters.hpp"
+#include "json.hpp"
 #include "kernels/ticks.hpp"
 #include "machine.hpp"
 #include "problem_line.hpp"
@@ -513,40 +514,6 @@ void end_profile() {
 // --- as text ----------------------------------------------------------------------------------------------------------
 
 namespace {
-
-class json {
- public:
-  std::string text;
-
-  // Begins an element of the list or object that is open.
-  json& item() {
-    if (!text.empty() && text.back() != '[' && text.back() != '{') text += ", ";
-    return *this;
-  }
-  json& key(const char* name) {
-    item().text += '"';
-    text += name;
-    text += "\": ";
-    return *this;
-  }
-  json& value(const char* x) {
-    text += '"';
-    for (; *x != 0; ++x) {
-      if (*x == '"' || *x == '\\') text += '\\';
-      text += static_cast<unsigned char>(*x) < ' ' ? ' ' : *x;
-    }
-    text += '"';
-    return *this;
-  }
-  json& value(number auto x) {
-    append(text, x);
-    return *this;
-  }
-  json& raw(const char* x) {
-    text += x;
-    return *this;
-  }
-};
 
 // What workers did, added up.
 struct work {
