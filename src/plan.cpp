@@ -67,12 +67,14 @@ bool crowds(int64_t stride, int64_t dim, int64_t size) {
   return stride * size % crowding_bytes == 0 && dim * size % crowding_bytes != 0;
 }
 
+bool shorter_than(const problem& p, int64_t lanes) { return p.head_dim < lanes || p.v_dim < lanes; }
+
 // Whether kernels read copies of K and V: where elements of the arithmetic type do not lie next to each other, for the
 // decode route at least a vector of them, and where a tile would crowd L1 and there are rows enough to pay for copying.
 bool needs_copy(const problem& p, route kernel, int64_t lanes) {
   if (kernel != route_decode && (p.dtype == MH_DTYPE_BF16 || p.dtype == MH_DTYPE_F16)) return true;
   if ((p.k_strides[3] != 1 && p.head_dim > 1) || (p.v_strides[3] != 1 && p.v_dim > 1)) return true;
-  if (kernel == route_decode) return p.head_dim < lanes || p.v_dim < lanes;
+  if (kernel == route_decode) return shorter_than(p, lanes);
   const int64_t size = dtype_bytes(p.dtype);
   return p.group() * p.q_len >= copying_rows &&
          (crowds(p.k_strides[2], p.head_dim, size) || crowds(p.v_strides[2], p.v_dim, size));
@@ -204,7 +206,7 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes) {
   // as long as tiles, 4 rows as long). With more than half a vector of rows a panel of them is as good for few keys: 10
   // rows x 10 keys 4.7 and 5.1 us. The second pass subtracts the first one's maxima from scores that it computes again:
   // both must sum them in the same order, which only the tile route does.
-  const bool copies_more = needs_copy(p, route_decode, lanes) && !needs_copy(p, route_tile, lanes);
+  const bool copies_more = dtype_bytes(p.dtype) == real && shorter_than(p, lanes);  // never a matter of strides
   const int64_t decode_rows = copies_more ? lanes / 4 : p.kv_len >= few_keys ? table.decode_rows[f64] : lanes / 2;
   const bool has_unit = table.dtype[p.dtype].attention[route_matrix] != nullptr;
   plan.kernel = plan.second_pass                           ? route_tile

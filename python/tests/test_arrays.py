@@ -49,6 +49,19 @@ def test_any_strides(dtype, seed):
     np.testing.assert_array_equal(result.lse, expected.lse)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [3, 17, 40, 64, 72])
+def test_any_strides_of_a_step(dtype, head_dim):
+    rng = np.random.default_rng(head_dim)
+    q, k, v = (rng.standard_normal((1, 2, n, head_dim)).astype(DTYPES[dtype]) for n in (2, 70, 70))
+    expected = manyhead.attention(q, k, v, return_lse=True)
+    for backwards in (k, v):
+        k_view, v_view = (x[..., ::-1].copy()[..., ::-1] if x is backwards else x for x in (k, v))
+        result = manyhead.attention(q, k_view, v_view, return_lse=True)
+        np.testing.assert_array_equal(result.out, expected.out)
+        np.testing.assert_array_equal(result.lse, expected.lse)
+
+
 @pytest.mark.parametrize("dtype", ["f32", "f64", "f16"])
 @pytest.mark.parametrize("versioned", [True, False])
 def test_dlpack(dtype, versioned):

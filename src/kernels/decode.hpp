@@ -7,7 +7,8 @@
 // 16-bit elements are widened as they are loaded, two vectors at a time, in whatever order is cheapest: q is brought
 // into the same order first, and the result out of it at the end. Where a row of K or V is not whole vectors, the last
 // one ends where the row ends and begins among the dims before: of K these are made 0, the result has them twice. Rows
-// shorter than a vector come here through the copy (kernel_call.copy_kv), padded with zeros.
+// shorter than a vector come here through the copy (kernel_call.copy_kv), padded with zeros; so do those whose elements
+// lie apart, and copies of K have the same order, so that sums have the same bits.
 #pragma once
 
 #include "panel.hpp"
@@ -38,13 +39,14 @@ struct decode_task {
   positions at;
   int64_t kv_head;
   int64_t rows;
-  int64_t k_dim, v_dim;    // padded to whole vectors
-  int64_t k_back, v_back;  // by so much the last vector of a row begins earlier
-  int64_t width;           // keys of a score row, padded
-  T* q;                    // [rows][k_dim]
-  T* out;                  // [rows][v_dim]
-  T* scores;               // [rows][width]
-  bits<T>* words;          // [width / word_keys + 1][whole vectors of rows]
+  int64_t k_dim, v_dim;      // padded to whole vectors
+  int64_t k_back, v_back;    // by so much the last vector of a row begins earlier; of copies of V it does not
+  int64_t k_pairs, v_pairs;  // what of a row goes in pairs of vectors: all but the last vector or two
+  int64_t width;             // keys of a score row, padded
+  T* q;                      // [rows][k_dim]
+  T* out;                    // [rows][v_dim]
+  T* scores;                 // [rows][width]
+  bits<T>* words;            // [width / word_keys + 1][whole vectors of rows]
   T* k_copy;
   T* v_copy;
   T* row_sums;  // [rows][w], to be added up
@@ -54,8 +56,11 @@ struct decode_task {
   MH_INLINE void carve(carver& from, int64_t row_count) {
     k_dim = round_up(c.head_dim, w);
     v_dim = round_up(c.v_dim, w);
-    k_back = c.copy_kv ? 0 : k_dim - c.head_dim;
+    k_back = c.head_dim < w ? 0 : k_dim - c.head_dim;
     v_back = c.copy_kv ? 0 : v_dim - c.v_dim;
+    const auto pairs = [](int64_t padded, int64_t back) { return (padded - (back > 0 ? w : 0)) / (2 * w) * (2 * w); };
+    k_pairs = pairs(k_dim, k_back);
+    v_pairs = pairs(v_dim, v_back);
     width = round_up(c.block_kv, max_of(w, dots));
     q = from.take<T>(row_count * k_dim);
     out = from.take<T>(row_count * v_dim);
@@ -76,13 +81,20 @@ struct decode_task {
     return from.used;
   }
 
-  // Whether rows of q and out have the order of D::widen_pair: not where tiles are copies.
-  MH_INLINE bool pairs_apart() const { return D::pairs_apart && !c.copy_kv; }
-
-  // Of a padded row, the part that goes in pairs of vectors: all but the last vector or two.
-  static MH_INLINE int64_t pairs_end(int64_t padded, int64_t back) {
-    return (padded - (back > 0 ? w : 0)) / (2 * w) * (2 * w);
+  // A row of q or K, `stride` apart, as T in the order that the scores are computed in.
+  MH_INLINE void arrange(const typename D::storage* row, int64_t stride, T* to) const {
+    const int64_t whole = k_back > 0 ? k_dim - w : c.head_dim;  // what is left goes behind k_back zeros
+    widen_row<D>(row, stride, whole, to);
+    for (int64_t d = whole; d < k_dim; ++d) to[d] = T(0);
+    if (k_back > 0) widen_row<D>(row + whole * stride, stride, c.head_dim - whole, to + whole + k_back);
+    for (int64_t d = 0; D::pairs_apart && d < k_pairs; d += 2 * w) {
+      vec<T> a = load(to + d), b = load(to + d + w);
+      deinterleave<T>(a, b);
+      store<T>(to + d, a);
+      store<T>(to + d + w, b);
+    }
   }
+
   // Where vector d of such a row lies in memory.
   static MH_INLINE int64_t place_of(int64_t d, int64_t padded, int64_t back) { return d + w == padded ? d - back : d; }
 
@@ -98,19 +110,8 @@ struct decode_task {
       const auto* p = static_cast<const typename D::storage*>(c.q) + task.batch * c.q_strides[0] +
                       (kv_head * c.group + of.member) * c.q_strides[1] + of.query * c.q_strides[2];
       T* to = q + r * k_dim;
-      const int64_t whole = k_back > 0 ? k_dim - w : c.head_dim;  // what is left goes behind k_back zeros
-      widen_row<D>(p, c.q_strides[3], whole, to);
-      for (int64_t d = whole; d < k_dim; ++d) to[d] = T(0);
-      if (k_back > 0) widen_row<D>(p + whole * c.q_strides[3], c.q_strides[3], c.head_dim - whole, to + whole + k_back);
+      arrange(p, c.q_strides[3], to);
       for (int64_t d = 0; d < k_dim; d += w) store<T>(to + d, load(to + d) * vec<T>(static_cast<T>(c.q_scale)));
-      if (pairs_apart()) {
-        for (int64_t d = 0; d < pairs_end(k_dim, k_back); d += 2 * w) {
-          vec<T> a = load(to + d), b = load(to + d + w);
-          deinterleave<T>(a, b);
-          store<T>(to + d, a);
-          store<T>(to + d + w, b);
-        }
-      }
     }
   }
 
@@ -130,13 +131,16 @@ struct decode_task {
   MH_INLINE int64_t first_key(const positions& p, const kernel_task& of) const {
     return max_of(range_of(c, p, of.row_begin / c.group).begin, of.chunk * c.chunk_keys);
   }
-  MH_INLINE rows_at<plain<D>> copied(rows_at<D> from, int64_t keys, int64_t dim, int64_t dim_stride, int64_t padded,
-                                     T* copy) {
+  MH_INLINE rows_at<plain<D>> copied_k(rows_at<D> from, int64_t keys) {
+    for (int64_t k = 0; k < keys; ++k) arrange(from.from(k).base, c.k_strides[3], k_copy + k * k_dim);
+    return {k_copy, k_dim};
+  }
+  MH_INLINE rows_at<plain<D>> copied_v(rows_at<D> from, int64_t keys) {
     for (int64_t k = 0; k < keys; ++k) {
-      widen_row<D>(from.from(k).base, dim_stride, dim, copy + k * padded);
-      for (int64_t d = dim; d < padded; ++d) copy[k * padded + d] = T(0);
+      widen_row<D>(from.from(k).base, c.v_strides[3], c.v_dim, v_copy + k * v_dim);
+      for (int64_t d = c.v_dim; d < v_dim; ++d) v_copy[k * v_dim + d] = T(0);
     }
-    return {copy, padded};
+    return {v_copy, v_dim};
   }
 
   // Rows that are needed soon: of V while K is worked on, and of the next tile's K during the values. Each step asks for
@@ -171,7 +175,7 @@ struct decode_task {
 #pragma GCC unroll 16
     for (int i = 0; i < dots; ++i) acc[i] = vec<T>(T(0));
     int64_t d = 0;
-    for (const int64_t end = pairs_end(k_dim, k_back); d < end; d += 2 * w) {
+    for (; d < k_pairs; d += 2 * w) {
 #pragma GCC unroll 2
       for (int64_t b = 0; Ask && b < 2 * w * size; b += 64) {
         if (2 * w * size < 64 && d * size % 64 != 0) break;
@@ -209,7 +213,7 @@ struct decode_task {
       }
     }
     for (; d < k_dim; d += w) {
-      const int64_t at_dim = place_of(d, k_dim, k_back);
+      const int64_t at_dim = c.copy_kv ? d : place_of(d, k_dim, k_back);
 #pragma GCC unroll 16
       for (int i = 0; i < K; ++i) {
         vec<T> y = E::widen(key[i] + at_dim);
@@ -294,12 +298,11 @@ struct decode_task {
     constexpr int64_t size = sizeof(typename E::storage);
     const T* p = scores + r * width + first;
     T* const to = out + r * v_dim;
-    const int64_t end = pairs_end(v_dim, v_back);
     int64_t d = 0;
-    for (; d + step <= end; d += step)
+    for (; d + step <= v_pairs; d += step)
       add_values<Careful, R, N, Ask>(v.from(0, d), keys, p, to + d, next.from(0, d * size));
     if constexpr (N > 1) {
-      for (; d + 2 * w <= end; d += 2 * w)
+      for (; d + 2 * w <= v_pairs; d += 2 * w)
         add_values<Careful, R, 1, Ask>(v.from(0, d), keys, p, to + d, next.from(0, d * size));
     }
     for (; d < v_dim; d += w) {
@@ -392,7 +395,7 @@ struct decode_task {
       const rows_at<D> k = in_place(c.k, c.k_strides, task, t.begin);
       const rows_at<D> v = in_place(c.v, c.v_strides, task, t.begin);
       if (c.copy_kv) {
-        score<false>(copied(k, keys, c.head_dim, c.k_strides[3], k_dim, k_copy), keys, soon{});
+        score<false>(copied_k(k, keys), keys, soon{});
       } else if (c.prefetch) {
         score<true>(k, keys, as_soon(v));
       } else {
@@ -412,7 +415,7 @@ struct decode_task {
       for (int64_t r = 0; r < rows; ++r) weigh<Careful>(r, padded, careful_factor);
       lap(clock, phase_softmax);
       if (c.copy_kv) {
-        add_all<Careful, false>(copied(v, keys, c.v_dim, c.v_strides[3], v_dim, v_copy), keys, soon{});
+        add_all<Careful, false>(copied_v(v, keys), keys, soon{});
       } else if (!Careful && c.prefetch && (t.end < end || task.next != nullptr)) {
         const rows_at<D> following = t.end < end ? k.from(keys)
                                                  : in_place(c.k, c.k_strides, *task.next,
@@ -440,9 +443,9 @@ struct decode_task {
         write_state<T>(c, task.batch, head, of.query, task.chunk, e);
         if (c.sinks != nullptr) factor = static_cast<T>(e.factor * undo);
       }
-      if (pairs_apart()) {
+      if (D::pairs_apart && !c.copy_kv) {
         T* const values = out + r * v_dim;
-        for (int64_t d = 0; d < pairs_end(v_dim, v_back); d += 2 * w) {
+        for (int64_t d = 0; d < v_pairs; d += 2 * w) {
           vec<T> a = load(values + d), b = load(values + d + w);
           interleave<T>(a, b);
           store<T>(values + d, a);
