@@ -94,7 +94,7 @@ LINE = 64  # bytes
 PANEL = 70.0  # of a panel and a tile of keys: loops begin and end, the last keys go one by one
 MERGE = 200.0  # of a row of a chunk: its sums, brought to one maximum
 TASK = 130.0  # taking one, and its place in memory
-CALL = 1100.0  # checks, workspace
+CALL = 500.0  # checks, workspace
 WAKE = 10_000.0  # the other threads begin and end later: 3 us while they are awake
 
 # Of the shorter of work and reading, the part that does not hide behind the longer. Decode steps ask for lines a tile
