@@ -84,8 +84,8 @@ manyhead::plan make_plan(const mh_problem* problem) {
 }
 
 // The plan of a single call: that of this thread's last one, where nothing has changed that plans depend on. Planning takes
-// as long as attending to ten keys.
-const manyhead::plan& plan_of_call(const mh_problem* problem) {
+// as long as attending to ten keys. A copy, as a host's pool may make other calls on this thread while this one runs.
+manyhead::plan plan_of_call(const mh_problem* problem) {
   struct last_plan {
     mh_problem problem{};
     const manyhead::kernel_table* table = nullptr;

@@ -748,6 +748,23 @@ static void pool_run(void* ctx, int64_t n, mh_task_fn fn, void* arg) {
   }
 }
 
+/* One whose thread does other calls of the host's in between. */
+static void busy_pool_run(void* ctx, int64_t n, mh_task_fn fn, void* arg) {
+  static float other_out[BIG];
+  mh_problem other = p;
+  mh_tensors tensors = t;
+  int64_t i;
+  (void)ctx;
+  other.q_len = 1;
+  other.heads = 1;
+  other.kv_heads = 1;
+  tensors.out = other_out;
+  for (i = 0; i < n; ++i) {
+    CHECK(mh_attention(&other, &tensors, NULL) == MH_OK);
+    fn(arg, i);
+  }
+}
+
 static mh_exec default_exec(void) {
   mh_exec exec;
   memset(&exec, 0, sizeof exec);
@@ -794,6 +811,11 @@ static void test_exec(void) {
   CHECK(mh_plan_run(plan, &t, &exec) == MH_OK);
   CHECK(memcmp(big_serial, big_out, sizeof big_out) == 0);
   CHECK(pool.calls >= 1 && pool.tasks >= 2 && pool.most >= 2 && pool.most <= 3);
+  memset(big_out, 0xa5, sizeof big_out);
+  exec.parallel_for = busy_pool_run;
+  CHECK(mh_attention(&p, &t, &exec) == MH_OK);
+  CHECK(memcmp(big_serial, big_out, sizeof big_out) == 0);
+  exec.parallel_for = pool_run;
   exec.threads = 1; /* serial: on this thread, without the pool */
   pool.calls = 0;
   CHECK(mh_plan_run(plan, &t, &exec) == MH_OK);
