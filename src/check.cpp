@@ -24,20 +24,6 @@ std::string list(const int64_t* values, int count) {
   return text + "]";
 }
 
-// Bytes from the first named element (all indices 0) to the lowest and to the highest one. False on overflow.
-bool reach(const array& a, int64_t& lowest, int64_t& highest) noexcept {
-  lowest = highest = 0;
-  if (is_empty(a)) return true;
-  for (int i = 0; i < a.rank; ++i) {
-    int64_t span;
-    if (__builtin_mul_overflow(a.dims[i] - 1, a.strides[i], &span)) return false;
-    if (__builtin_mul_overflow(span, a.element, &span)) return false;
-    int64_t& end = span < 0 ? lowest : highest;
-    if (__builtin_add_overflow(end, span, &end)) return false;
-  }
-  return highest < max_bytes && lowest > -max_bytes && highest - lowest < max_bytes - a.element;
-}
-
 // A summand stride * c of an address difference, with c in [least, most] and stride > 0.
 struct term {
   int64_t stride, least, most;
@@ -106,6 +92,19 @@ void read_bytes(void* to, size_t size, size_t least, const void* from, const cha
 }
 
 bool is_empty(const array& a) noexcept { return std::count(a.dims, a.dims + a.rank, 0) != 0; }
+
+bool reach(const array& a, int64_t& lowest, int64_t& highest) noexcept {
+  lowest = highest = 0;
+  if (is_empty(a)) return true;
+  for (int i = 0; i < a.rank; ++i) {
+    int64_t span;
+    if (__builtin_mul_overflow(a.dims[i] - 1, a.strides[i], &span)) return false;
+    if (__builtin_mul_overflow(span, a.element, &span)) return false;
+    int64_t& end = span < 0 ? lowest : highest;
+    if (__builtin_add_overflow(end, span, &end)) return false;
+  }
+  return highest < max_bytes && lowest > -max_bytes && highest - lowest < max_bytes - a.element;
+}
 
 bool fits(const array& a) noexcept {
   int64_t bytes = a.element;

@@ -75,6 +75,9 @@ struct array {
 
 bool is_empty(const array& a) noexcept;
 
+// Bytes from the first named element (all indices 0) to the lowest and to the highest one. False on overflow.
+bool reach(const array& a, int64_t& lowest, int64_t& highest) noexcept;
+
 // Whether a contiguous array of these dims, zeros counted as ones, has less than 2^62 bytes.
 bool fits(const array& a) noexcept;
 void check_shape(const array& a);  // fails where it does not

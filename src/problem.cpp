@@ -181,11 +181,9 @@ void check_positions(problem& p) {
 
 problem::extent extent_of(const array& a, bool output) {
   if (is_empty(a)) return {};
-  problem::extent x{0, a.element, static_cast<int32_t>(a.element), output ? 1 : 0};
-  for (int i = 0; i < a.rank; ++i) {  // check_strides: without overflow
-    const int64_t span = (a.dims[i] - 1) * a.strides[i] * a.element;
-    (span < 0 ? x.begin : x.end) += span;
-  }
+  problem::extent x{0, 0, static_cast<int32_t>(a.element), output ? 1 : 0};
+  reach(a, x.begin, x.end);  // check_strides: without overflow
+  x.end += a.element;
   return x;
 }
 
