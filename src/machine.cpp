@@ -60,7 +60,11 @@ void find_levels(machine& m) {
   m.has_level[static_cast<int>(cpu_level::x86_floor)] = true;
   m.has_level[static_cast<int>(cpu_level::x86_v3)] = v3;
   m.has_level[static_cast<int>(cpu_level::x86_v4)] = v4;
-  m.has_level[static_cast<int>(cpu_level::x86_amx)] = v4 && may_use_tiles();
+  const bool amx = v4 && may_use_tiles();
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  const bool fp16 = __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 21 & 1u) != 0;
+  m.has_level[static_cast<int>(cpu_level::x86_amx)] = amx;
+  m.has_level[static_cast<int>(cpu_level::x86_amx_fp16)] = amx && fp16;
 }
 
 std::string find_name() {

@@ -9,7 +9,7 @@
 namespace manyhead {
 
 // CPU levels that ISA tables need (rows of src/kernels/meson.build name them).
-enum class cpu_level : int32_t { x86_floor, x86_v3, x86_v4, x86_amx, arm_floor, arm_bf16, any, count };
+enum class cpu_level : int32_t { x86_floor, x86_v3, x86_v4, x86_amx, x86_amx_fp16, arm_floor, arm_bf16, any, count };
 
 struct machine {
   std::string cpu_name;

@@ -39,13 +39,14 @@ int64_t blocks(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
 int64_t dtype_bytes(int32_t dtype) { return dtype == MH_DTYPE_F64 ? 8 : dtype == MH_DTYPE_F32 ? 4 : 2; }
 
-// The matrix route works on 32 rows and keys at a time. Beside the tile route on one thread, head_dim 64: bf16 10 x 10 0.5,
-// 32 x 16 0.85, 16 x 64 1.1, 32 x 32 1.25, 64 x 64 1.6; f16, whose numbers are split in two, 32 x 32 0.84, 16 x 1024 0.8,
-// 32 x 64 1.0, 32 x 256 1.1. Slower units than AMX need more rows (table.matrix_rows).
-bool fills_matrix_tiles(const problem& p, const kernel_table& table) {
-  const int64_t rows = p.group() * p.q_len;
-  if (p.dtype == MH_DTYPE_F16) return rows >= 32 && p.kv_len >= 64;
-  return rows >= table.matrix_rows && p.kv_len >= 32;
+// The matrix route works on 32 rows, keys and dims at a time (kernel_api.hpp: matrix_rows). Of f32 it does six products for
+// one, so that dims left empty, all that is not products, and K and V split for few rows count. Beside the tile route
+// with AVX-512, 1024 x 1024: heads of 32 1.0, 40 0.9, 64 1.4, 80 1.3, 128 1.7; 128 x 128: 32 0.9, 64 0.97 to 1.13, 128 1.17.
+bool fills_matrix_tiles(const problem& p, const dtype_kernels& kernels) {
+  const int64_t rows = p.group() * p.q_len, dims = p.head_dim + p.v_dim;
+  if (rows < kernels.matrix_rows || p.kv_len < kernels.matrix_keys) return false;
+  if (p.dtype != MH_DTYPE_F32) return true;
+  return rows * dims >= 160 * 128 && round_up(p.head_dim, 32) + round_up(p.v_dim, 32) + 64 < 2 * dims;
 }
 
 // Of a mask or bias, one number a pair of query and key unless broadcast.
@@ -208,11 +209,12 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes) {
   // both must sum them in the same order, which only the tile route does.
   const bool copies_more = dtype_bytes(p.dtype) == real && shorter_than(p, lanes);  // never a matter of strides
   const int64_t decode_rows = copies_more ? lanes / 4 : p.kv_len >= few_keys ? table.decode_rows[f64] : lanes / 2;
-  const bool has_unit = table.dtype[p.dtype].attention[route_matrix] != nullptr;
-  plan.kernel = plan.second_pass                           ? route_tile
-                : rows <= decode_rows                      ? route_decode
-                : has_unit && fills_matrix_tiles(p, table) ? route_matrix
-                                                           : route_tile;
+  const dtype_kernels& kernels = table.dtype[p.dtype];
+  const bool has_unit = kernels.attention[route_matrix] != nullptr;
+  plan.kernel = plan.second_pass                             ? route_tile
+                : rows <= decode_rows                        ? route_decode
+                : has_unit && fills_matrix_tiles(p, kernels) ? route_matrix
+                                                             : route_tile;
   plan.block_kv = keys_of_tile[plan.kernel];
   plan.copy_kv = needs_copy(p, plan.kernel, lanes);
 

@@ -199,19 +199,19 @@ TEST_CASE("a plan covers its problem") {
   }
 }
 
-TEST_CASE("16-bit problems that fill its tiles take the matrix unit where there is one") {
+TEST_CASE("problems that fill its tiles take the matrix unit where there is one") {
   for (const kernel_table* table : tables()) {
     const auto route_of = [&](const char* line) { return make_plan(problem_of(line), *table, l2).kernel; };
-    CHECK(route_of("f32 b1 h8 q64 kv64 d64") == route_tile);
-    CHECK((table->dtype[MH_DTYPE_F32].attention[route_matrix] == nullptr &&
-           table->dtype[MH_DTYPE_F64].attention[route_matrix] == nullptr));
-    for (const char* line : {"bf16 b1 h8 q16 kv32 d64", "bf16 b1 h32/1 q1 kv5000 d100", "f16 b1 h8 q32 kv64 d64"}) {
+    CHECK((table->dtype[MH_DTYPE_F64].attention[route_matrix] == nullptr));
+    for (const char* line : {"bf16 b1 h8 q16 kv32 d64", "bf16 b1 h32/1 q1 kv5000 d100", "f16 b1 h8 q32 kv64 d64",
+                             "f32 b1 h8 q500 kv500 d64", "f32 b1 h8 q500 kv500 d64 causal mask"}) {
       const problem p = problem_of(line);
-      const bool has_unit =
-          table->dtype[p.dtype].attention[route_matrix] != nullptr && p.group() * p.q_len >= table->matrix_rows;
+      const dtype_kernels& kernels = table->dtype[p.dtype];
+      const bool has_unit = kernels.attention[route_matrix] != nullptr && p.group() * p.q_len >= kernels.matrix_rows;
       CHECK(route_of(line) == (has_unit ? route_matrix : route_tile));
     }
-    for (const char* line : {"bf16 b1 h8 q64 kv31 d64", "f16 b1 h8 q64 kv63 d64", "f16 b1 h8 q31 kv640 d64",
+    for (const char* line : {"bf16 b1 h8 q64 kv31 d64", "f16 b1 h8 q64 kv31 d64", "f32 b1 h8 q159 kv640 d64",
+                             "f32 b1 h8 q640 kv63 d64", "f32 b1 h8 q640 kv640 d40", "f64 b1 h8 q640 kv640 d64",
                              "bf16 b1 h8 q64 kv64 d64 weights", "f16 b1 h8 q64 kv64 d64 scores=raw"})
       CHECK(route_of(line) == route_tile);
     CHECK(route_of("bf16 b1 h8 q1 kv64 d64") == route_decode);
@@ -245,7 +245,7 @@ TEST_CASE("short queries against long keys are split") {
   CHECK(plan_of("f32 b1 h1 q1 kv100 d64").chunks == 1);
   CHECK(plan_of("f32 b1 h8 q1024 kv2048 d64").chunks == 1);
   CHECK(plan_of("f32 b1 h8 q1 kv100 d64").kernel == route_decode);
-  CHECK(plan_of("f32 b1 h8 q1000 kv100 d64").kernel == route_tile);
+  CHECK(plan_of("f32 b1 h8 q1000 kv100 d64").kernel != route_decode);
 }
 
 TEST_CASE("K and V are copied only where kernels cannot read them in place, or only with L1 misses") {
@@ -311,12 +311,12 @@ TEST_CASE("skipped tiles and attended pairs are counted right") {
 
 TEST_CASE("a schedule cuts row blocks at the borders of their panels, and covers each row once") {
   for (const kernel_table* table : tables()) {
-    const int64_t panel = table->panel_rows[0], lanes = table->lanes;
+    const int64_t lanes = table->lanes;
     for (const int64_t q : {1, 9, 47, 48, 49, 64, 65, 100, 129, 192, 193, 207, 256, 577, 1024}) {
       for (const char* options : {" kv300 d64", " kv300 d64 causal align=tl", " kv4000 d64 causal align=br"}) {
         const problem p = problem_of("f32 b2 h6/3 q" + std::to_string(q) + options);
         const plan plan = make_plan(p, *table, l2);
-        const int64_t rows = p.group() * q;
+        const int64_t rows = p.group() * q, panel = plan.panel_rows;
         // Where the panels of an uncut block begin: the widest ones, but the last four vectors as two and two.
         std::vector<bool> borders(static_cast<size_t>(rows + 1));
         for (int64_t block = 0; block < rows; block += plan.block_q) {

@@ -85,49 +85,96 @@ std::vector<uint32_t> words_of(word_vec x) {
   return {out.get(), out.get() + lanes<float>};
 }
 
-TEST_CASE("f16 is split into two bf16 without a rest, floats into two that lose 2^-17") {
+// The sum of the parts of two floats, given as words: of the even one, or the odd.
+template <class Format, size_t Parts>
+std::pair<double, double> sum_of(const word_vec (&part)[Parts]) {
+  std::pair<double, double> sum{0, 0};
+  for (const word_vec& x : part) {
+    const uint32_t word = words_of(x)[0];
+    sum.first += Format::widen(static_cast<uint16_t>(word));
+    sum.second += Format::widen(static_cast<uint16_t>(word >> 16));
+  }
+  return sum;
+}
+
+TEST_CASE("numbers are split into parts for the matrix unit") {
   aligned<uint32_t> pair(lanes<float>);
   for (uint32_t bits = 0; bits < 0x10000; ++bits) {
     if ((bits & 0x7c00U) == 0x7c00U) continue;  // inf, NaN
     const uint32_t other = (bits * 40503U + 7) & 0x3bffU;
     for (int64_t i = 0; i < lanes<float>; ++i) pair[i] = bits | other << 16;
-    word_vec part[2];
-    f16::split(word_vec::load_aligned(pair.get()), part);
-    const uint32_t high = words_of(part[0])[0], low = words_of(part[1])[0];
-    const auto sum = [&](int at) {
-      return bf16::widen(static_cast<uint16_t>(high >> at)) + bf16::widen(static_cast<uint16_t>(low >> at));
-    };
-    REQUIRE(sum(0) == f16::widen(static_cast<uint16_t>(bits)));
-    REQUIRE(sum(16) == f16::widen(static_cast<uint16_t>(other)));
+    const word_vec x[1] = {word_vec::load_aligned(pair.get())};
+    word_vec part[2], whole[1];
+    split_pairs<f16, in_bf16>(x, part);
+    const std::pair<double, double> values{f16::widen(static_cast<uint16_t>(bits)),
+                                           f16::widen(static_cast<uint16_t>(other))};
+    REQUIRE(sum_of<in_bf16>(part) == values);
+    split_pairs<f16, in_f16>(x, whole);
+    REQUIRE(sum_of<in_f16>(whole) == values);
   }
+  const auto loses = [](auto format, auto& part, float x, double most) {
+    vec<float> even(x), odd(-3 * x);
+    split_floats<decltype(format)>(even, odd, part);
+    const auto [first, second] = sum_of<decltype(format)>(part);
+    const double a = static_cast<double>(x), b = static_cast<double>(-3 * x);
+    CHECK(std::abs(first - a) <= most * std::abs(a));
+    CHECK(std::abs(second - b) <= most * std::abs(b));
+    if (std::size(part) > 1) return;
+    CHECK(even.get(0) == static_cast<float>(first));  // of one part they become what it holds
+    CHECK(odd.get(0) == static_cast<float>(second));
+  };
+  word_vec one[1], two[2], three[3];
   for (const float x : normal<float>(2000, 3)) {
-    word_vec high, low;
-    bf16::halves(vec<float>(x), vec<float>(-3 * x), high, low);
-    const uint32_t h = words_of(high)[0], l = words_of(low)[0];
-    CHECK(std::abs(bf16::widen(static_cast<uint16_t>(h)) + bf16::widen(static_cast<uint16_t>(l)) - x) <=
-          std::abs(x) * 0x1p-17F);
-    CHECK(std::abs(bf16::widen(static_cast<uint16_t>(h >> 16)) + bf16::widen(static_cast<uint16_t>(l >> 16)) + 3 * x) <=
-          3 * std::abs(x) * 0x1p-17F);
+    loses(in_bf16{}, one, x, 0x1p-8);
+    loses(in_bf16{}, two, x, 0x1p-16);
+    loses(in_bf16{}, three, x, 0);
+    loses(in_bf16{}, three, x * 0x1p100F, 0);
+    loses(in_bf16{}, three, x * 0x1p-90F, 0);
+    if (std::abs(x) < 0x1p-8F) continue;  // f16 has few exponents: the second part would be denormal
+    loses(in_f16{}, one, 16 * x, 0x1p-11);
+    loses(in_f16{}, two, 16 * x, 0x1p-22);
   }
 }
 
-TEST_CASE("the matrix unit adds up the products of the parts") {
+TEST_CASE("which products of parts are taken") {
+  const auto are = [](const unit_terms& t, std::vector<int> b_parts) {
+    return t.a_parts == static_cast<int>(b_parts.size()) && std::equal(b_parts.begin(), b_parts.end(), t.b_parts);
+  };
+  CHECK(are(unit_number<f32>::scores(false), {3, 2, 1}));
+  CHECK(are(unit_number<f32>::values::terms(false), {3, 2, 1}));
+  CHECK(are(unit_number<f32>::values::terms(true), {2, 1, 1}));
+  CHECK(are(unit_number<bf16>::scores(false), {1}));
+  CHECK(are(unit_number<bf16>::values::terms(false), {2}));
+  CHECK(are(unit_number<bf16>::values::terms(true), {1}));
+#if MH_UNIT_F16
+  CHECK(are(unit_number<f16>::scores(false), {1}));
+  CHECK(are(unit_number<f16>::values::terms(false), {2}));
+#else
+  CHECK(are(unit_number<f16>::scores(false), {2, 2}));
+  CHECK(are(unit_number<f16>::scores(true), {2, 1}));
+  CHECK(are(unit_number<f16>::values::terms(false), {2, 1}));
+  CHECK(are(unit_number<f16>::values::terms(true), {1, 1}));
+#endif
+}
+
+template <class Format>
+void check_products(uint16_t (*narrow)(float)) {
   constexpr int64_t steps = 3, rows = unit_rows, stride = 48;
   constexpr int64_t sums = steps * unit_step, part = rows * sums, w = lanes<float>;
   // Both in [part][line][values of the sum], small integers: results are exact. Columns and weights are two ways to
   // bring the same to B.
   std::mt19937 random(11);
-  aligned<uint16_t> a(2 * part), b(2 * part), a_packed(2 * part);
-  aligned<uint32_t> columns(part), weights(part);
-  const auto small = [&] { return bf16::narrow(static_cast<float>(static_cast<int>(random() % 15) - 7)); };
-  for (int64_t i = 0; i < 2 * part; ++i) {
+  aligned<uint16_t> a(3 * part), b(3 * part), a_packed(3 * part);
+  aligned<uint32_t> columns(3 * part / 2), weights(3 * part / 2);
+  const auto small = [&] { return narrow(static_cast<float>(static_cast<int>(random() % 15) - 7)); };
+  for (int64_t i = 0; i < 3 * part; ++i) {
     a[i] = small();
     b[i] = small();
   }
   const auto pairs_at = [](const uint16_t* x) {
     return word_vec::load_unaligned(reinterpret_cast<const uint32_t*>(x));
   };
-  for (int64_t i = 0; i < 2; ++i) {
+  for (int64_t i = 0; i < 3; ++i) {
     for (int64_t k = 0; k < sums; k += 2 * w) {
       for (int64_t row = 0; row < rows; ++row) {
         put_row(&a_packed[i * part + k / unit_step * rows * unit_step], row, k % unit_step,
@@ -136,7 +183,12 @@ TEST_CASE("the matrix unit adds up the products of the parts") {
       for (int64_t column = 0; column < rows; column += w) {
         word_vec x[w];
         for (int64_t l = 0; l < w; ++l) x[l] = pairs_at(&b[i * part + (column + l) * sums + k]);
-        put_columns(&columns[i * part / 2], column, k, x);
+        if constexpr (unit_takes_rows) {
+          put_columns(&columns[i * part / 2], column, k, x);
+        } else {
+          transpose_words(x);
+          for (int64_t l = 0; l < w; ++l) put_pair(&columns[i * part / 2], column, k + 2 * l, x[l]);
+        }
       }
     }
     for (int64_t k = 0; k < sums; k += 2 * weight_pairs) {
@@ -154,14 +206,14 @@ TEST_CASE("the matrix unit adds up the products of the parts") {
       }
     }
   }
-  CHECK(std::equal(columns.get(), columns.get() + part, weights.get()));
-  for (const unit_terms& terms :
-       {unit_terms{1, {1}}, unit_terms{1, {2}}, unit_terms{2, {2, 1}}, unit_terms{2, {2, 2}}}) {
+  CHECK(std::equal(columns.get(), columns.get() + 3 * part / 2, weights.get()));
+  for (const unit_terms& terms : {unit_terms{1, {1}}, unit_terms{1, {2}}, unit_terms{2, {2, 1}}, unit_terms{2, {2, 2}},
+                                  unit_terms{3, {3, 2, 1}}}) {
     for (const bool add : {false, true}) {
       aligned<float> c(rows * stride, 5.0F);
       const matrix_unit unit;
-      unit.product({a_packed.get(), part, rows * unit_step}, {columns.get(), part / 2, unit_block}, terms, steps,
-                   c.get(), stride, add);
+      unit.template product<Format>({a_packed.get(), part, rows * unit_step}, {columns.get(), part / 2, unit_block},
+                                    terms, steps, c.get(), stride, add, [] {});
       bool same = true;
       for (int64_t m = 0; m < rows; ++m) {
         for (int64_t n = 0; n < stride; ++n) {
@@ -169,7 +221,7 @@ TEST_CASE("the matrix unit adds up the products of the parts") {
           for (int i = 0; i < terms.a_parts && n < rows; ++i) {
             for (int j = 0; j < terms.b_parts[i]; ++j) {
               for (int64_t k = 0; k < sums; ++k)
-                want += bf16::widen(a[i * part + m * sums + k]) * bf16::widen(b[j * part + n * sums + k]);
+                want += Format::widen(a[i * part + m * sums + k]) * Format::widen(b[j * part + n * sums + k]);
             }
           }
           same = same && c[m * stride + n] == want;
@@ -178,6 +230,13 @@ TEST_CASE("the matrix unit adds up the products of the parts") {
       CHECK(same);
     }
   }
+}
+
+TEST_CASE("the matrix unit adds up the products of the parts") {
+  check_products<in_bf16>([](float x) { return bf16::narrow(x); });
+#if MH_UNIT_F16
+  check_products<in_f16>([](float x) { return f16::narrow(x); });
+#endif
 }
 
 TEST_CASE_TEMPLATE("exp2 is within 1.5 ulp, exact at integers, 0 far below, NaN for NaN", T, float, double) {

@@ -87,13 +87,15 @@ TEST_CASE("a profile names each phase of each route") {
     const char* route;
     std::vector<std::string> phases;
   } cases[] = {
-      {"f32 b1 h4 q200 kv300 d64", "tile", {"pack", "scores", "softmax", "values", "store"}},
-      {"f32 b1 h4 q200 kv200 d64 causal", "tile", {"pack", "scores", "mask", "softmax", "values", "store"}},
+      {"f32 b1 h4 q200 kv300 d64", nullptr, {"pack", "scores", "softmax", "values", "store"}},
+      {"f32 b1 h4 q200 kv200 d64 causal", nullptr, {"pack", "scores", "mask", "softmax", "values", "store"}},
       {"f64 b1 h4 q200 kv200 d64 softcap=20", "tile", {"pack", "scores", "mask", "softmax", "values", "store"}},
       {"f32 b1 h4 q200 kv200 d64 weights", "tile", {"pack", "scores", "softmax", "values", "store", "weights"}},
       {"f32 b1 h4 q2 kv9000 d64 v1024", "decode", {"pack", "scores", "softmax", "values", "store", "merge"}},
       {"bf16 b1 h4 q2 kv300 d64 v1024 keymask", "decode", {"pack", "scores", "mask", "softmax", "values", "store"}},
-      {"bf16 b1 h4 q256 kv256 d64", nullptr, {"pack", "scores", "softmax", "values", "store"}}};
+      {"bf16 b1 h4 q256 kv256 d64", nullptr, {"pack", "scores", "softmax", "values", "store"}},
+      {"f32 b1 h4 q200 kv300 d40", "tile", {"pack", "scores", "softmax", "values", "store"}},
+      {"f32 b1 h4 q200 kv200 d40 causal", "tile", {"pack", "scores", "mask", "softmax", "values", "store"}}};
   for (const auto& wanted : cases) {
     CAPTURE(wanted.line);
     test_case c(parse_problem(wanted.line));

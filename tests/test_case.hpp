@@ -11,6 +11,7 @@
 //          huge      scores of +-1e6 and +-1e30, the largest well apart
 //          maxval    v near the largest number
 //          denormal  v below the smallest normal number
+//          opposed   q tiny and k huge, so that scores are as usual (not f16)
 // strides= packed (q, k, v as slices of one row), transposed (last two dimensions), zero (one stride of q, k, v each
 //          is 0), negative (all but the last), reversed (the last), lastdim (the last is 3), odd (padded and off by
 //          one element)
@@ -422,12 +423,14 @@ struct test_case {
         const bool some = i[3] == 0 || random_.below(2) == 0;
         return some ? sign(i[3]) * (i[2] % 2 ? -1 : 1) * std::ldexp(1, !is_f16 && i[1] % 2 ? 80 : 10) : 0;
       }
+      if (kind == "opposed") return std::ldexp(normal, -115);
       return kind == "spread" ? 2 * normal : normal;
     });
     fill(k, [&](const index4& i, double normal) {
       if (kind == "heavy") return heavy(normal);
       if (kind == "huge") return sign(i[3]) * static_cast<double>(i[2] * 37 % p.kv_len + 1) * 8;
       if (kind == "equal") return static_cast<double>(i[3] % 5 - 2) / 4;
+      if (kind == "opposed") return std::ldexp(normal, 115);
       const double along = static_cast<double>(i[1] % 2 ? p.kv_len - 1 - i[2] : i[2]) / static_cast<double>(p.kv_len);
       return kind == "spread" ? normal * (1 + 8 * along) : normal;
     });

@@ -79,8 +79,9 @@ MH_API size_t mh_dtype_size(int32_t dtype);      /* bytes; 0 when out of range *
 
 /* ---- The machine ---------------------------------------------------------------------------------------------- */
 
-/* The instruction sets this build has kernels for, best first: "amx" (AVX-512, and AMX for bf16
- * and f16; the first call asks Linux to let the process use it), "avx512", "avx2", "sse2"; "neon". */
+/* The instruction sets this build has kernels for, best first: "amx_fp16" and "amx" (AVX-512, and
+ * AMX for f32, bf16 and f16, the former with its multiplication of f16; the first call asks Linux to let the process use
+ * it), "avx512", "avx2", "sse2"; "neon_bf16" (with BFMMLA for bf16), "neon". */
 MH_API int32_t mh_isa_count(void);
 MH_API const char* mh_isa_name(int32_t isa);  /* NULL when out of range */
 MH_API int32_t mh_isa_supported(int32_t isa); /* 1 when this CPU and operating system can run it, else 0 */
@@ -278,7 +279,8 @@ MH_API mh_status mh_problem_parse(const char* line, mh_problem* problem, size_t*
  * 4096); not for use beside other work. isa: a name as in mh_isa_name, NULL = mh_isa_current(). MH_UNSUPPORTED: the CPU
  * lacks it; MH_OUT_OF_MEMORY: there is no room for the buffer or for so many threads.
  * mh_probe_arithmetic: FLOP/s of multiply-adds on the unit that kernels of that dtype use: vectors of f32 or f64 in
- * registers; for bf16 and f16 with "amx" the matrix unit, from the first-level cache.
+ * registers; for bf16 and f16 with a matrix unit for them ("amx" ...) that unit, from the first-level cache. Kernels of
+ * f32 may exceed their rate with such a unit, which does six multiply-adds of theirs for one.
  * mh_probe_read: bytes/s of reading `bytes` (>= 1, in all) again and again, each thread its own part, in whole vectors.
  * mh_probe_clock: cycles/s of the core that runs the call. */
 MH_API mh_status mh_probe_arithmetic(const char* isa, int32_t dtype, int32_t threads, double seconds, double* flops);

@@ -81,26 +81,6 @@ MH_INLINE void transpose_words(word_vec (&x)[lanes<float>]) {
 struct bf16 {
   using storage = uint16_t;
   using real = float;
-  // On a matrix unit: a number is the sum of so many bf16. split() does it for words of two numbers each.
-  static constexpr int parts = 1;
-  static MH_INLINE void split(word_vec x, word_vec (&part)[1]) { part[0] = x; }
-  // Two floats rounded, an error of 2^-9 at most, and as words, even low, odd high.
-  static MH_INLINE word_vec round(vec<float>& even, vec<float>& odd) {
-    const word_vec upper(0xffff0000U);
-    const word_vec half(0x8000U);
-    const word_vec e = (xsimd::bitwise_cast<uint32_t>(even) + half) & upper;
-    const word_vec o = (xsimd::bitwise_cast<uint32_t>(odd) + half) & upper;
-    even = xsimd::bitwise_cast<float>(e);
-    odd = xsimd::bitwise_cast<float>(o);
-    return (e >> 16) | o;
-  }
-  // Two floats as words of their upper parts and of what is left, both rounded: an error of 2^-17 at most.
-  static MH_INLINE void halves(vec<float> even, vec<float> odd, word_vec& high, word_vec& low) {
-    const vec<float> e = even, o = odd;
-    high = round(even, odd);
-    vec<float> e_left = e - even, o_left = o - odd;
-    low = round(e_left, o_left);
-  }
   static MH_INLINE float widen(uint16_t x) {
     const uint32_t u = static_cast<uint32_t>(x) << 16;
     float f;
@@ -133,10 +113,6 @@ struct bf16 {
 struct f16 {
   using storage = uint16_t;
   using real = float;
-  static constexpr int parts = 2;  // 11 bits of mantissa are 8 and 3: nothing is left over
-  static MH_INLINE void split(word_vec x, word_vec (&part)[2]) {
-    bf16::halves(widen(x & word_vec(0xffffU)), widen(x >> 16), part[0], part[1]);
-  }
   // Shifting the half's bits left by 13 puts exponent and mantissa in place with a bias that is 112 too low;
   // multiplying by 2^112 mends it, denormals included.
   static MH_INLINE float widen(uint16_t x) {

@@ -164,6 +164,8 @@ struct dtype_kernels {
   int64_t (*scratch_bytes[route_count])(const kernel_call*, int64_t block_q);  // of a route's tasks and second pass
   arithmetic_fn arithmetic;
   int64_t flops_of_turn;  // of `arithmetic`
+  // From so many rows (group * q_len) and keys on the matrix route is the faster one, where it exists.
+  int32_t matrix_rows, matrix_keys;
 };
 
 struct kernel_table {
@@ -171,7 +173,6 @@ struct kernel_table {
   int32_t lanes;           // floats in a vector
   int32_t panel_rows[2];   // rows of the widest panel: [0] for float arithmetic, [1] for double
   int32_t decode_rows[2];  // up to this many rows (group * q_len) the decode route is the faster one
-  int32_t matrix_rows;     // from this many on the matrix route is
   int32_t dtypes;
   dtype_kernels dtype[4];   // by mh_dtype
   int32_t linear_width[2];  // outputs of a whole panel of packed weights: [0] float, [1] double

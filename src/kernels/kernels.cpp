@@ -23,7 +23,7 @@ int64_t scratch_bytes(const kernel_call* c, int64_t block_q) {
 #if MH_MATRIX
 template <class D>
 constexpr bool takes_unit() {
-  if constexpr (sizeof(typename D::storage) == 2) return D::parts <= unit_parts;
+  if constexpr (sizeof(typename D::real) == 4) return unit_number<D>::values::parts <= unit_parts;
   return false;
 }
 #endif
@@ -36,13 +36,19 @@ constexpr dtype_kernels kernels_of() {
                      merge_rows<Real, D>,
                      {scratch_bytes<D, tile_task<D>>, scratch_bytes<D, decode_task<D>>, nullptr},
                      multiply_adds<typename D::real>,
-                     flops_of_turn<typename D::real>};
+                     flops_of_turn<typename D::real>,
+                     0,
+                     0};
 #if MH_MATRIX
   if constexpr (takes_unit<D>()) {
     k.attention[route_matrix] = attention_matrix<D>;
     k.scratch_bytes[route_matrix] = scratch_bytes<D, matrix_task<D>>;
-    k.arithmetic = unit_multiply_adds;
-    k.flops_of_turn = unit_flops_of_turn;
+    if constexpr (sizeof(typename D::storage) == 2) {  // of f32 it does several for one, besides those of vectors
+      k.arithmetic = unit_multiply_adds<typename unit_number<D>::values::format>;
+      k.flops_of_turn = unit_flops_of_turn;
+    }
+    k.matrix_rows = unit_least<unit_number<D>::values::parts>.rows;
+    k.matrix_keys = unit_least<unit_number<D>::values::parts>.keys;
   }
 #endif
   return k;
@@ -58,7 +64,6 @@ constexpr kernel_table table = {
     static_cast<int32_t>(lanes<float>),
     {static_cast<int32_t>(panel_width<float>), static_cast<int32_t>(panel_width<double>)},
     {static_cast<int32_t>(lanes<float> * 3 / 4), static_cast<int32_t>(lanes<double> * 3 / 4)},
-    unit_least_rows,
     4,
     {
 #define MH_DTYPE_ROW(enumerator, trait, real) kernels_of<trait, real>(),

@@ -1,20 +1,17 @@
-// The route for 16-bit types on a matrix unit (matrix_unit.hpp): the same algorithm as the tile route, with panels of 32
-// rows and tiles of 128 keys. The unit multiplies bf16 and adds in f32, so nothing may be rounded to bf16 on the way in
-// that the tile route would keep in f32:
-//   - Q is not scaled; scores are, in f32 (kernel_api.hpp: q_scale, exp_scale);
-//   - f16 is split into two bf16 whose sum it is, and all four products are taken;
-//   - weights are split in two as well, which keeps 16 of their bits; the product of both small parts is left out.
-// Where the caller allows a fast exponential, weights are rounded to one part, and the product of both small parts of f16
-// scores is left out: 1 product of a score and 1 of a value for bf16, 3 and 2 for f16, instead of 1 and 2, 4 and 3.
-// So results are as good as the tile route's. K and V of a tile are brought into the unit's order once a task, for all
-// of its panels: V transposed, both padded with zeros, so that no size or stride is special.
+// The route for a matrix unit (matrix_unit.hpp): the same algorithm as the tile route, with panels of 32 rows and tiles of
+// 128 keys. What it multiplies are 16-bit numbers, so all others come to it in parts (unit_number.hpp), enough of them
+// that results are as good as the tile route's. Q is not scaled; scores are, in f32 (kernel_api.hpp: q_scale, exp_scale).
+//
+// The unit works beside the vectors, but on x86 a core looks only so far ahead. So while it multiplies two panels' scores
+// and values, one turn of weighing a third panel stands between its instructions every 64 of its cycles; on a core with two
+// ports for vectors one stays free meanwhile, which such a turn half fills.
 //
 // What the unit cannot do is left to the tile route, panel by panel: whatever comes out not finite, rows without a weight,
-// whose scores may all have overflowed before they were scaled, and panels of tiny results.
+// whose scores may all have overflowed before they were scaled, panels of tiny results, and Q and K of huge numbers.
 #pragma once
 
 #include "attention_tile.hpp"
-#include "matrix_unit.hpp"
+#include "matrix_operands.hpp"
 
 namespace manyhead::MH_ISA {
 namespace {
@@ -22,237 +19,222 @@ namespace {
 template <class D>
 struct matrix_task {
   using T = float;
-  using words = xsimd::batch<uint32_t, MH_ARCH>;
+  using number = unit_number<D>;
+  using values = typename number::values;
   static constexpr int64_t w = lanes<T>;
   static constexpr int NV = static_cast<int>(unit_rows / w);
   static constexpr int64_t width = unit_rows;
   static constexpr int64_t most_panels = 16;
-  static constexpr int parts = D::parts;
-  static constexpr int64_t piece = 2 * w;  // values of a vector of words
-  static_assert(unit_step % piece == 0, "a step is whole vectors of words");
+  static constexpr int weight_parts = values::weight_parts(false);
+  static constexpr int unit_keys = 2 * weight_pairs;  // weights that the unit takes at a time, of each row
+
+  // A panel against a tile, on its way from scores to values.
+  struct job {
+    panel<T>* x = nullptr;
+    int64_t first = 0, keys = 0;  // of the tile, in whole steps
+    T* scores = nullptr;          // [keys][width]
+    T* sum = nullptr;             // [width], of the weights so far
+    uint32_t* weights = nullptr;  // [weight_parts][key_steps] blocks: B of the values
+    int64_t l = width, key = 0;   // what is weighed next: a vector of rows, from this key on; all is: l = width
+    bool is_weighed() const { return l == width; }
+  };
 
   const kernel_call& c;
   const kernel_task& task;
   positions at;
-  int64_t kv_head;
-  int64_t dim_steps, v_rows, key_steps;  // head_dim in steps; v_dim rounded up; keys of a tile in steps
+  matrix_operands<D> operands;
   int64_t panels = 0;
   panel<T> p[most_panels];
-  tile_scratch<T> scratch;
-  uint16_t* k;        // [parts][dim_steps], blocks of block_kv rows
-  uint16_t* v;        // [parts][key_steps], blocks of v_rows rows
-  uint32_t* weights;  // [2][key_steps] blocks
+  uint32_t left = 0;        // panels that are left to the tile route, a bit each
+  tile_scratch<T> scratch;  // scores: [2][block_kv][width]
+  uint32_t* weights;        // [2][weight_parts][key_steps] blocks
+  job jobs[3];              // under way; one after the other, they share two buffers of scores and of weights
   matrix_unit unit;
 
-  static int64_t steps_of(int64_t n) { return (n + unit_step - 1) / unit_step; }
-
   static int64_t scratch_bytes(const kernel_call& c, int64_t block_q) {
+    const kernel_task none{};
     carver from{nullptr};
-    matrix_task::carve(from, c, nullptr);
-    for (int64_t row = 0; row < block_q; row += width) carve_panel(from, c);
+    matrix_operands<D>(c, none).carve(from);
+    tile_scratch<T> scratch;
+    uint32_t* weights;
+    job jobs[3];
+    carve(from, c, scratch, weights, jobs);
+    panel<T> x;
+    for (int64_t row = 0; row < block_q; row += width) carve_panel(from, c, x);
     return max_of(from.used, tile_task<D>::scratch_bytes(c, width));  // run() goes there at the end
   }
 
-  static void carve(carver& from, const kernel_call& c, matrix_task* to) {
-    const int64_t key_steps = c.block_kv / unit_step;
-    tile_scratch<T> s{};
-    s.scores = from.take<T>(c.block_kv * width);
-    s.tile_max = from.take<T>(width);
-    s.words = from.take<bits<T>>((c.block_kv / word_keys + 1) * width);
-    auto* k = from.take<uint16_t>(parts * steps_of(c.head_dim) * c.block_kv * unit_step);
-    auto* v = from.take<uint16_t>(parts * key_steps * round_up(c.v_dim, unit_rows) * unit_step);
-    auto* weights = from.take<uint32_t>(2 * key_steps * unit_block);
-    if (to == nullptr) return;
-    to->scratch = s;
-    to->k = k;
-    to->v = v;
-    to->weights = weights;
+  static void carve(carver& from, const kernel_call& c, tile_scratch<T>& scratch, uint32_t*& weights, job (&jobs)[3]) {
+    scratch.tile_max = from.take<T>(width);
+    scratch.words = from.take<bits<T>>((c.block_kv / word_keys + 1) * width);
+    scratch.scores = from.take<T>(2 * c.block_kv * width);
+    weights = from.take<uint32_t>(2 * weight_parts * c.block_kv / unit_step * unit_block);
+    for (job& j : jobs) j.sum = from.take<T>(width);
   }
 
-  static panel<T> carve_panel(carver& from, const kernel_call& c) {
-    panel<T> p{};
-    p.q = from.take<T>(parts * steps_of(c.head_dim) * unit_block);
+  static void carve_panel(carver& from, const kernel_call& c, panel<T>& p) {
+    p.q = from.take<T>(values::parts * round_up(c.head_dim, unit_step) / unit_step * unit_block);
     p.out = from.take<T>(round_up(c.v_dim, unit_rows) * width);
     p.row_max = from.take<T>(width);
     p.row_sum = from.take<T>(width);
-    return p;
   }
 
   matrix_task(const kernel_call& call, const kernel_task& t)
-      : c(call),
-        task(t),
-        at(positions_of(call, t.batch)),
-        kv_head(t.kv_head_begin),
-        dim_steps(steps_of(call.head_dim)),
-        v_rows(round_up(call.v_dim, unit_rows)),
-        key_steps(call.block_kv / unit_step) {
+      : c(call), task(t), at(positions_of(call, t.batch)), operands(call, t) {
     carver from{static_cast<char*>(task.scratch)};
-    carve(from, c, this);
+    operands.carve(from);
+    carve(from, c, scratch, weights, jobs);
     scratch.clock = task.clock;
     for (int64_t row = task.row_begin; row < task.row_end; row += width) {
-      p[panels] = carve_panel(from, c);
+      carve_panel(from, c, p[panels]);
       place_panel(c, at, row, task.row_end, NV, p[panels++]);
     }
   }
 
-  // The values of a row from dim d on that make a vector of pairs; those behind the last are 0.
-  static MH_INLINE words pairs(const uint16_t* row, int64_t stride, int64_t d, int64_t dim) {
-    if (stride == 1 && d + piece <= dim) {
-      words x;
-      memcpy(&x, row + d, sizeof(x));
-      return x;
-    }
-    alignas(64) uint16_t buffer[piece] = {};
-    for (int64_t i = 0; i < min_of(piece, dim - d); ++i) buffer[i] = row[(d + i) * stride];
-    return words::load_aligned(reinterpret_cast<const uint32_t*>(buffer));
-  }
-
-  // As many as a vector has lanes, as 32-bit integers.
-  static MH_INLINE words singles(const uint16_t* row, int64_t stride, int64_t d, int64_t dim) {
-    if (stride == 1 && d + w <= dim) return load_16(row + d);
-    alignas(64) uint16_t buffer[w] = {};
-    for (int64_t i = 0; i < min_of(w, dim - d); ++i) buffer[i] = row[(d + i) * stride];
-    return load_16(buffer);
-  }
-
-  // Q^T of a panel: B of the scores.
-  __attribute__((noinline)) void pack_rows(const panel<T>& x) const {
-    const auto* q = static_cast<const uint16_t*>(c.q) + task.batch * c.q_strides[0];
-    auto* to = reinterpret_cast<uint32_t*>(x.q);
-    for (int64_t l0 = 0; l0 < width; l0 += w) {
-      const uint16_t* from[w];
-      const int64_t count = max_of(0, min_of(w, x.count - l0));
-      row_of r(c, x.row + l0);
-      for (int64_t l = 0; l < count; ++l, r.step(c))
-        from[l] = q + (kv_head * c.group + r.member) * c.q_strides[1] + r.query * c.q_strides[2];
-      for (int64_t d = 0; d < dim_steps * unit_step; d += piece) {
-        words rows[parts][w];
-        for (int64_t l = 0; l < w; ++l) {
-          words split[parts];
-          D::split(l < count ? pairs(from[l], c.q_strides[3], d, c.head_dim) : words(0U), split);
-          for (int i = 0; i < parts; ++i) rows[i][l] = split[i];
-        }
-        for (int i = 0; i < parts; ++i) put_columns(to + i * dim_steps * unit_block, l0, d, rows[i]);
-      }
-    }
-  }
-
-  // Keys [begin, end) of K: A of the scores. Up to a whole step of keys, zeros follow.
-  __attribute__((noinline)) void pack_keys(int64_t begin, int64_t end) const {
-    const auto* from = static_cast<const uint16_t*>(c.k) + task.batch * c.k_strides[0] + kv_head * c.k_strides[1];
-    const int64_t step_size = c.block_kv * unit_step;
-    for (int64_t key = 0; key < round_up(end - begin, unit_step); ++key) {
-      const uint16_t* row = from + (begin + key) * c.k_strides[2];
-      for (int64_t step = 0; step < dim_steps; ++step) {
-        for (int64_t d = 0; d < unit_step; d += piece) {
-          words split[parts];
-          D::split(begin + key < end ? pairs(row, c.k_strides[3], step * unit_step + d, c.head_dim) : words(0U), split);
-          for (int i = 0; i < parts; ++i) put_row(k + (i * dim_steps + step) * step_size, key, d, split[i]);
-        }
-      }
-    }
-  }
-
-  // The same keys of V, transposed: A of the values.
-  __attribute__((noinline)) void pack_values(int64_t begin, int64_t end) const {
-    const auto* from = static_cast<const uint16_t*>(c.v) + task.batch * c.v_strides[0] + kv_head * c.v_strides[1];
-    for (int64_t first = 0; first < round_up(end - begin, unit_step); first += piece) {
-      const int64_t step = first / unit_step;
-      for (int64_t d = 0; d < v_rows; d += w) {
-        words rows[parts][w];
-        for (int64_t l = 0; l < w; ++l) {
-          const int64_t key = begin + first + 2 * l;
-          const uint16_t* row = from + key * c.v_strides[2];
-          words pair(0U);
-          if (key < end) pair = singles(row, c.v_strides[3], d, c.v_dim);
-          if (key + 1 < end) pair = pair | (singles(row + c.v_strides[2], c.v_strides[3], d, c.v_dim) << 16);
-          words split[parts];
-          D::split(pair, split);
-          for (int i = 0; i < parts; ++i) rows[i][l] = split[i];
-        }
-        for (int i = 0; i < parts; ++i) {
-          transpose_words(rows[i]);
-          uint16_t* block = v + (i * key_steps + step) * v_rows * unit_step;
-          for (int64_t l = 0; l < w; ++l) put_row(block, d + l, first % unit_step, rows[i][l]);
-        }
-      }
-    }
-  }
-
-  // Scores become weights, in two parts, or rounded to one: B of the values. `keys` is a multiple of the step. Four vectors
-  // at once, of as many keys as the unit takes at a time.
-  template <bool Fast>
-  MH_INLINE void weigh(const panel<T>& x, int64_t keys, T exp_scale) const {
-    constexpr int at_once = 2 * weight_pairs;
-    constexpr int vectors = 4 / at_once;
-    const int64_t part = key_steps * unit_block;
-    for (int64_t l = 0; l < width; l += vectors * w) {
-      uint32_t* const to = weights;
-      const auto keep = [=](int64_t key, auto& values) MH_INLINE_LAMBDA {
-        if constexpr (sizeof(values) == at_once * vectors * sizeof(vec<T>)) {  // keys are never left over
+  // The next `keys` keys of a vector of rows: scores become weights, split or rounded. AtOnce divides both.
+  template <bool Fast, int AtOnce>
+  MH_INLINE void weigh(job& j, int64_t keys) const {
+    const int64_t part = operands.key_steps * unit_block;
+    uint32_t* const to = j.weights;
+    const int64_t l = j.l, first = j.key;
+    const auto keep = [=](int64_t key, auto& x) MH_INLINE_LAMBDA {
+      if constexpr (sizeof(x) == AtOnce * sizeof(vec<T>)) {  // keys are never left over
+#pragma GCC unroll 4
+        for (int i = 0; i < AtOnce; i += unit_keys) {
+          constexpr int parts = values::weight_parts(Fast);
+          word_vec split[parts][weight_pairs];
 #pragma GCC unroll 2
-          for (int j = 0; j < vectors; ++j) {
-            words high[weight_pairs], low[weight_pairs];
-#pragma GCC unroll 2
-            for (int i = 0; i < weight_pairs; ++i) {
-              vec<T>& even = values[2 * i * vectors + j];
-              vec<T>& odd = values[(2 * i + 1) * vectors + j];
-              if constexpr (Fast) {
-                high[i] = bf16::round(even, odd);
-              } else {
-                bf16::halves(even, odd, high[i], low[i]);
-              }
-            }
-            put_weights(to, l + j * w, key, high);
-            if constexpr (!Fast) put_weights(to + part, l + j * w, key, low);
+          for (int pair = 0; pair < weight_pairs; ++pair) {
+            word_vec of_pair[parts];
+            split_floats<typename values::format>(x[i + 2 * pair], x[i + 2 * pair + 1], of_pair);
+#pragma GCC unroll 3
+            for (int n = 0; n < parts; ++n) split[n][pair] = of_pair[n];
           }
+#pragma GCC unroll 3
+          for (int n = 0; n < parts; ++n) put_weights(to + n * part, l, first + key + i, split[n]);
         }
-      };
-      const softmax_rows<T, vectors, NV> rows{x.row_max + l, x.row_sum + l, nullptr, 0};
-      constexpr int degree = Fast ? fast_exp2_degree<T> : 5;  // 9e-8, where the two parts keep 2^-17
-      rows.template weigh<true, at_once, degree>(scratch.scores + l, keys, exp_scale, keep);
+      }
+    };
+    const softmax_rows<T, 1, NV> rows{j.x->row_max + l, nullptr, nullptr, 0};
+    vec<T> sum[1] = {vec<T>::load_aligned(j.sum + l)};
+    constexpr int degree = Fast ? fast_exp2_degree<T> : 5;  // 9e-8
+    rows.template weigh_on<true, AtOnce, degree>(j.scores + first * width + l, keys,
+                                                 vec<T>(static_cast<T>(c.exp_scale)), keep, sum);
+    sum[0].store_aligned(j.sum + l);
+    j.key += keys;
+    if (j.key == j.keys) {
+      j.key = 0;
+      j.l += w;
     }
   }
 
-  // A panel against keys [t.begin, t.end) of the tile that begins at `begin`, t.begin a whole number of steps behind it.
+  // Something to do while the unit multiplies.
   template <bool Fast>
-  void attend(panel<T>& x, const tile_at& t, int64_t begin) const {
-    const visibility see = see_panel<T>(c, at, x, t, scratch);
-    if (see == visibility::none) return;
-    const int64_t keys = round_up(t.keys(), unit_step);
-    const int64_t first = t.begin - begin;
-    const unit_a k_at{k + first * unit_step, dim_steps * c.block_kv * unit_step, c.block_kv * unit_step};
-    const unit_b q_at{reinterpret_cast<const uint32_t*>(x.q), dim_steps * unit_block, unit_block};
-    constexpr unit_terms terms = {parts, {parts, Fast ? 1 : parts}};
-    T* s = scratch.scores;
-    for (int64_t key = 0; key < keys; key += unit_rows) {
-      unit.product({k_at.base + key * unit_step, k_at.part, k_at.step}, q_at, terms, dim_steps, s + key * width, width,
-                   false);
+  MH_INLINE void weigh_some(job& j) const {
+    if (number::much_to_multiply && !j.is_weighed()) weigh<Fast, unit_keys>(j, unit_keys);
+  }
+
+  template <bool Fast>
+  MH_INLINE void weigh_rest(job& j) const {
+    if (j.x == nullptr) return;
+    constexpr int most = max_of(unit_keys, 4);
+    while (!j.is_weighed()) {
+      if (j.key % most != 0) {
+        weigh<Fast, unit_keys>(j, unit_keys);
+      } else {
+        weigh<Fast, most>(j, j.keys - j.key);
+      }
     }
-    if (c.q_scale != 1) {
-      const vec<T> scale(static_cast<T>(c.q_scale));
-      for (int64_t i = 0; i < t.keys() * width; i += w) (vec<T>::load_aligned(s + i) * scale).store_aligned(s + i);
+    for (int64_t l = 0; l < width; l += w) {
+      T* sum = j.x->row_sum + l;
+      (vec<T>::load_aligned(sum) + vec<T>::load_aligned(j.sum + l)).store_aligned(sum);
+    }
+    lap(task.clock, phase_softmax);
+  }
+
+  template <bool Fast>
+  MH_INLINE void multiply_scores(const job& j, job& meanwhile) const {
+    const int64_t steps = operands.dim_steps, step = c.block_kv * unit_step;
+    const unit_b q_at{reinterpret_cast<const uint32_t*>(j.x->q), steps * unit_block, unit_block};
+    for (int64_t key = 0; key < j.keys; key += unit_rows) {
+      const unit_a k_at{operands.k + (j.first + key) * unit_step, steps * step, step};
+      unit.product<typename values::format>(k_at, q_at, number::scores(Fast), steps, j.scores + key * width, width,
+                                            false, [&]() MH_INLINE_LAMBDA { weigh_some<Fast>(meanwhile); });
     }
     lap(task.clock, phase_scores);
-    change_scores<T, NV>(c, at, t, see, scratch);
-    if (see == visibility::some || has_score_passes(c)) lap(task.clock, phase_mask);  // else only maxima
-    for (int64_t i = t.keys() * width; i < keys * width; i += w) vec<T>(-infinity<T>).store_aligned(s + i);
+  }
 
-    const softmax_rows<T, NV> rows{x.row_max, x.row_sum, x.out, c.v_dim};
-    const T exp_scale = static_cast<T>(c.exp_scale);
-    rows.raise(scratch.tile_max, exp_scale, x.started);
-    weigh<Fast>(x, keys, exp_scale);
-    lap(task.clock, phase_softmax);
-
-    const unit_b weights_at{weights, key_steps * unit_block, unit_block};
-    constexpr unit_terms of_weights = {parts, {Fast ? 1 : 2, 1}};
-    for (int64_t d = 0; d < v_rows; d += unit_rows) {
-      const unit_a v_at{v + (first / unit_step * v_rows + d) * unit_step, key_steps * v_rows * unit_step,
-                        v_rows * unit_step};
-      unit.product(v_at, weights_at, of_weights, keys / unit_step, x.out + d * width, width, x.started);
+  template <bool Fast>
+  MH_INLINE void multiply_values(const job& j, job& meanwhile) const {
+    if (j.x == nullptr) return;
+    const int64_t steps = operands.key_steps, step = operands.v_rows * unit_step;
+    const unit_b weights_at{j.weights, steps * unit_block, unit_block};
+    for (int64_t d = 0; d < operands.v_rows; d += unit_rows) {
+      const unit_a v_at{operands.v + j.first / unit_step * step + d * unit_step, steps * step, step};
+      unit.product<typename values::format>(v_at, weights_at, values::terms(Fast), j.keys / unit_step,
+                                            j.x->out + d * width, width, j.x->started,
+                                            [&]() MH_INLINE_LAMBDA { weigh_some<Fast>(meanwhile); });
     }
+    j.x->started = true;
     lap(task.clock, phase_values);
-    x.started = true;
+  }
+
+  // What is done to scores before they are weighed.
+  MH_INLINE void change(job& j, const tile_at& t, visibility see) const {
+    tile_scratch<T> s = scratch;
+    s.scores = j.scores;
+    if (c.q_scale != 1) {
+      const vec<T> scale(static_cast<T>(c.q_scale));
+      for (int64_t i = 0; i < t.keys() * width; i += w)
+        (vec<T>::load_aligned(s.scores + i) * scale).store_aligned(s.scores + i);
+    }
+    change_scores<T, NV>(c, at, t, see, s);
+    for (int64_t i = t.keys() * width; i < j.keys * width; i += w) vec<T>(-infinity<T>).store_aligned(s.scores + i);
+    const softmax_rows<T, NV> rows{j.x->row_max, j.x->row_sum, j.x->out, c.v_dim};
+    rows.raise(s.tile_max, static_cast<T>(c.exp_scale), j.x->started);
+    memset(j.sum, 0, static_cast<size_t>(width) * sizeof(T));
+    j.l = 0;
+    lap(task.clock, has_score_passes(c) || see == visibility::some ? phase_mask : phase_softmax);  // else only maxima
+  }
+
+  // All panels against the keys [begin, end) of a tile. usual: whether the unit can take them.
+  template <bool Fast>
+  void attend_tile(int64_t begin, int64_t end, bool usual) {
+    job none;
+    job* weighed = &none;
+    job* scored = &none;
+    int64_t count = 0;
+    for (int64_t i = 0; i < panels; ++i) {
+      panel<T>& x = p[i];
+      const int64_t from = max_of(begin, x.clip().begin);
+      const int64_t first = (from - begin) / unit_step * unit_step;  // in whole steps
+      const tile_at t{task.batch, operands.kv_head, x.row, x.count, begin + first, min_of(end, x.clip().end)};
+      if (t.end <= from) continue;
+      left |= static_cast<uint32_t>(!usual) << i;
+      if (!x.packed) {
+        left |= static_cast<uint32_t>(!operands.pack_rows(x)) << i;
+        x.packed = true;
+        lap(task.clock, phase_pack);
+      }
+      const visibility see = see_panel<T>(c, at, x, t, scratch);
+      if (see == visibility::none) continue;
+      job* const next = &jobs[count % 3];
+      next->x = &x;
+      next->first = first;
+      next->keys = round_up(t.keys(), unit_step);
+      next->scores = scratch.scores + count % 2 * c.block_kv * width;
+      next->weights = weights + count % 2 * weight_parts * operands.key_steps * unit_block;
+      ++count;
+      multiply_scores<Fast>(*next, *scored);
+      multiply_values<Fast>(*weighed, *scored);
+      weigh_rest<Fast>(*scored);
+      change(*next, t, see);
+      weighed = scored;
+      scored = next;
+    }
+    multiply_values<Fast>(*weighed, *scored);
+    weigh_rest<Fast>(*scored);
+    multiply_values<Fast>(*scored, none);
   }
 
   void attend_all() {
@@ -270,26 +252,10 @@ struct matrix_task {
     end = min_of(end, last);
     for (int64_t b = begin / c.block_kv * c.block_kv; b < end; b += c.block_kv) {
       const int64_t tile_end = min_of(b + c.block_kv, last);
-      pack_keys(b, tile_end);
-      pack_values(b, tile_end);
+      const bool usual = operands.pack_keys(b, tile_end);
+      operands.pack_values(b, tile_end);
       lap(task.clock, phase_pack);
-      for (int64_t i = 0; i < panels; ++i) {
-        panel<T>& x = p[i];
-        const int64_t from = max_of(b, x.clip().begin);
-        const tile_at t{task.batch,
-                        kv_head,
-                        x.row,
-                        x.count,
-                        b + (from - b) / unit_step * unit_step,
-                        min_of(tile_end, x.clip().end)};
-        if (t.end <= from) continue;
-        if (!x.packed) {
-          pack_rows(x);
-          x.packed = true;
-          lap(task.clock, phase_pack);
-        }
-        c.fast_exp ? attend<true>(x, t, b) : attend<false>(x, t, b);
-      }
+      c.fast_exp ? attend_tile<true>(b, tile_end, usual) : attend_tile<false>(b, tile_end, usual);
     }
   }
 
@@ -303,9 +269,9 @@ struct matrix_task {
 
   void run() {
     attend_all();
-    uint32_t again = 0;
+    uint32_t again = left;
     for (int64_t i = 0; i < panels; ++i) {
-      bool good = finish_panel<D>(c, task, kv_head, p[i], false) && is_normal(p[i]);
+      bool good = finish_panel<D>(c, task, operands.kv_head, p[i], false) && is_normal(p[i]);
       for (int64_t l = 0; l < p[i].count && p[i].started; ++l) good = good && p[i].row_sum[l] > 0;
       again |= static_cast<uint32_t>(!good) << i;
     }

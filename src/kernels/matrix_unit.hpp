@@ -20,7 +20,7 @@
 // that 16 chains are enough. Its speed is unmeasured here.
 #pragma once
 
-#include "dtype.hpp"
+#include "unit_number.hpp"
 
 namespace manyhead::MH_ISA {
 namespace {
@@ -39,19 +39,19 @@ struct unit_b {
   int64_t part, step;  // distances, in words
 };
 
-// Which parts are multiplied: part i of A with the first b_parts[i] parts of B.
-struct unit_terms {
-  int a_parts;
-  int b_parts[2];
-};
-
 #if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 
 // Numbers of more parts are left to FMA: f16 takes 4 products a score and 3 a value.
 inline constexpr int unit_parts = 1;
-// From so many rows on the unit wins over FMA, which does 4 at a time where the unit does 32 whatever their number: an
-// estimate from the instructions of both routes for head_dim 64 (24 rows: 870 a key and 1300; 16 rows: 870 and 900).
-inline constexpr int32_t unit_least_rows = 24;
+inline constexpr bool unit_takes_rows = true;  // of Q: put_columns, else put_pair
+// From so many rows and keys on the unit wins over FMA, which does 4 rows at a time where the unit does 32 whatever their
+// number: an estimate from the instructions of both routes for head_dim 64 (24 rows: 870 a key and 1300; 16 rows: 870 and
+// 900).
+struct unit_size {
+  int32_t rows, keys;
+};
+template <int Parts>
+inline constexpr unit_size unit_least = {24, 32};
 inline constexpr int weight_pairs = 2;  // that put_weights takes at a time
 
 // Four values of line `line` from value k of the sum on.
@@ -82,21 +82,31 @@ MH_INLINE void put_weights(uint32_t* b, int64_t column, int64_t k, const word_ve
 
 #else
 
-inline constexpr int unit_parts = 2;
-inline constexpr int32_t unit_least_rows = 1;
+inline constexpr int unit_parts = 3;
+inline constexpr bool unit_takes_rows = false;
+// From so many rows and keys on the unit wins over FMA, by the parts of a number. On one thread, head_dim 64, its speed
+// beside the tile route's: bf16 10 x 10 0.5, 32 x 16 0.85, 16 x 64 1.1, 32 x 32 1.25, 64 x 64 1.6; f16 in two parts 32 x
+// 32 0.84, 16 x 1024 0.8, 32 x 64 1.0, 32 x 256 1.1; f32 in three 64 x 64 0.9, 64 x 512 1.0, 128 x 128 1.13.
+struct unit_size {
+  int32_t rows, keys;
+};
+template <int Parts>
+inline constexpr unit_size unit_least = Parts == 1   ? unit_size{1, 32}
+                                        : Parts == 2 ? unit_size{32, 64}
+                                                     : unit_size{96, 64};
 inline constexpr int weight_pairs = 1;
 
 MH_INLINE void put_row(uint16_t* a, int64_t row, int64_t k, word_vec x) {
   x.store_aligned(reinterpret_cast<uint32_t*>(a + row * unit_step + k));
 }
 
-MH_INLINE void put_columns(uint32_t* b, int64_t column, int64_t k, word_vec (&x)[lanes<float>]) {
-  transpose_words(x);
-  for (int64_t l = 0; l < lanes<float>; ++l) x[l].store_aligned(b + (k / 2 + l) * unit_rows + column);
+// The pair k of `lanes` neighbouring columns of B, which begins at `b`.
+MH_INLINE void put_pair(uint32_t* b, int64_t column, int64_t k, word_vec x) {
+  x.store_aligned(b + k / 2 * unit_rows + column);
 }
 
 MH_INLINE void put_weights(uint32_t* b, int64_t column, int64_t k, const word_vec (&x)[weight_pairs]) {
-  x[0].store_aligned(b + k / 2 * unit_rows + column);
+  put_pair(b, column, k, x[0]);
 }
 
 #endif
@@ -119,9 +129,11 @@ class matrix_unit {
   matrix_unit(const matrix_unit&) = delete;
   matrix_unit& operator=(const matrix_unit&) = delete;
 
-  // c (32 x 32, c_stride apart) = A B, or += where `add`.
+  // c (32 x 32, c_stride apart) = A B, or += where `add`. meanwhile() is called once for each 64 cycles of the unit's work:
+  // other work, of vectors, that the product need not wait for.
+  template <class Format, class Meanwhile>
   MH_INLINE void product(const unit_a& a, const unit_b& b, const unit_terms& terms, int64_t steps, float* c,
-                         int64_t c_stride, bool add) const {
+                         int64_t c_stride, bool add, Meanwhile meanwhile) const {
     const auto stride = static_cast<int>(c_stride * 4);
     asm volatile("" ::: "memory");  // nor that the loads do: what they read is to be written before
     if (add) {
@@ -144,10 +156,8 @@ class matrix_unit {
           const uint32_t* bt = b.base + j * b.part + step * b.step;
           _tile_loadd(6, bt, 128);
           _tile_loadd(7, bt + 16, 128);
-          _tile_dpbf16ps(0, 4, 6);
-          _tile_dpbf16ps(1, 4, 7);
-          _tile_dpbf16ps(2, 5, 6);
-          _tile_dpbf16ps(3, 5, 7);
+          multiply(Format{});
+          meanwhile();
         }
       }
     }
@@ -156,6 +166,22 @@ class matrix_unit {
     _tile_stored(2, c + 16 * c_stride, stride);
     _tile_stored(3, c + 16 * c_stride + 16, stride);
   }
+
+ private:
+  static MH_INLINE void multiply(in_bf16) {
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  // By their bytes, as neither g++ 12 nor the assemblers of its time know them.
+  static MH_INLINE void multiply(in_f16) {
+    asm volatile(
+        ".byte 0xc4, 0xe2, 0x4b, 0x5c, 0xc4\n\t"  // tdpfp16ps %tmm6, %tmm4, %tmm0
+        ".byte 0xc4, 0xe2, 0x43, 0x5c, 0xcc\n\t"  // tdpfp16ps %tmm7, %tmm4, %tmm1
+        ".byte 0xc4, 0xe2, 0x4b, 0x5c, 0xd5\n\t"  // tdpfp16ps %tmm6, %tmm5, %tmm2
+        ".byte 0xc4, 0xe2, 0x43, 0x5c, 0xdd");    // tdpfp16ps %tmm7, %tmm5, %tmm3
+  }
 };
 
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
@@ -163,8 +189,9 @@ class matrix_unit {
 class matrix_unit {
  public:
   // c (32 x 32, c_stride apart) = A B, or += where `add`.
+  template <class Format, class Meanwhile>
   MH_INLINE void product(const unit_a& a, const unit_b& b, const unit_terms& terms, int64_t steps, float* c,
-                         int64_t c_stride, bool add) const {
+                         int64_t c_stride, bool add, Meanwhile) const {
     for (int64_t m = 0; m < unit_rows; m += 8) {
       for (int64_t n = 0; n < unit_rows; n += 8) {
         float32x4_t sum[4][4];
@@ -214,8 +241,9 @@ class matrix_unit {
 
 class matrix_unit {
  public:
+  template <class Format, class Meanwhile>
   void product(const unit_a& a, const unit_b& b, const unit_terms& terms, int64_t steps, float* c, int64_t c_stride,
-               bool add) const {
+               bool add, Meanwhile meanwhile) const {
     for (int64_t m = 0; m < unit_rows; ++m) {
       for (int64_t n = 0; n < unit_rows; ++n) {
         float sum = add ? c[m * c_stride + n] : 0.0F;
@@ -226,13 +254,14 @@ class matrix_unit {
               const uint32_t* words = b.base + j * b.part + step * b.step + n;
               for (int64_t k = 0; k < unit_step / 2; ++k) {
                 const uint32_t word = words[k * unit_rows];
-                sum += bf16::widen(line[2 * k]) * bf16::widen(static_cast<uint16_t>(word)) +
-                       bf16::widen(line[2 * k + 1]) * bf16::widen(static_cast<uint16_t>(word >> 16));
+                sum += Format::widen(line[2 * k]) * Format::widen(static_cast<uint16_t>(word)) +
+                       Format::widen(line[2 * k + 1]) * Format::widen(static_cast<uint16_t>(word >> 16));
               }
             }
           }
         }
         c[m * c_stride + n] = sum;
+        meanwhile();
       }
     }
   }

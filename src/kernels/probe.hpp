@@ -37,12 +37,13 @@ double multiply_adds(int64_t turns) {
 // A turn is a step of a product of 32 x 32 results, its operands from L1.
 inline constexpr int64_t unit_flops_of_turn = 2 * unit_rows * unit_rows * unit_step;
 
-inline double unit_multiply_adds(int64_t turns) {
+template <class Format>
+double unit_multiply_adds(int64_t turns) {
   alignas(64) uint16_t a[unit_rows * unit_step] = {};
   alignas(64) uint32_t b[unit_step / 2 * unit_rows] = {};
   alignas(64) float c[unit_rows * unit_rows] = {};
   const matrix_unit unit;
-  unit.product({a, 0, 0}, {b, 0, 0}, {1, {1, 1}}, turns, c, unit_rows, true);
+  unit.product<Format>({a, 0, 0}, {b, 0, 0}, {1, {1}}, turns, c, unit_rows, true, [] {});
   return static_cast<double>(c[0]);
 }
 #endif

@@ -46,19 +46,27 @@ struct softmax_rows {
   // AtOnce keys are given at a time while there are that many, then one. The largest score's weight is exactly 1.
   template <bool Scaled, int AtOnce, int Degree, class Keep>
   MH_INLINE void weigh(const T* s, int64_t keys, T exp_scale, const Keep& keep) const {
-    vec<T> top[NV], sum[NV];
+    vec<T> sum[NV];
 #pragma GCC unroll 4
-    for (int v = 0; v < NV; ++v) {
-      top[v] = vec<T>::load_aligned(row_max + v * w);
-      sum[v] = vec<T>(T(0));
-    }
+    for (int v = 0; v < NV; ++v) sum[v] = vec<T>(T(0));
+    weigh_on<Scaled, AtOnce, Degree>(s, keys, vec<T>(exp_scale), keep, sum);
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) (vec<T>::load_aligned(row_sum + v * w) + sum[v]).store_aligned(row_sum + v * w);
+  }
+
+  // The same for some of a tile's keys after others: adds to `sum` one by one, so that it is the same however they are cut.
+  template <bool Scaled, int AtOnce, int Degree, class Keep>
+  MH_INLINE void weigh_on(const T* s, int64_t keys, vec<T> exp_scale, const Keep& keep, vec<T> (&sum)[NV]) const {
+    vec<T> top[NV];
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) top[v] = vec<T>::load_aligned(row_max + v * w);
     const auto few = [&]<int Keys>(int64_t k) MH_INLINE_LAMBDA {
       constexpr int n = Keys * NV;
       vec<T> x[n];
 #pragma GCC unroll 16
       for (int i = 0; i < n; ++i) {
         x[i] = vec<T>::load_aligned(s + (k + i / NV) * width + i % NV * w) - top[i % NV];
-        if constexpr (Scaled) x[i] = x[i] * vec<T>(exp_scale);
+        if constexpr (Scaled) x[i] = x[i] * exp_scale;
       }
       exp2_of<T, n, Degree>(x);
       keep(k, x);
@@ -68,8 +76,6 @@ struct softmax_rows {
     int64_t k = 0;
     for (; k + AtOnce <= keys; k += AtOnce) few.template operator()<AtOnce>(k);
     for (; k < keys; ++k) few.template operator()<1>(k);
-#pragma GCC unroll 4
-    for (int v = 0; v < NV; ++v) (vec<T>::load_aligned(row_sum + v * w) + sum[v]).store_aligned(row_sum + v * w);
   }
 
   // Weights in place of the scores.

@@ -67,6 +67,7 @@ NARROW = Core(
     mask=6.5, bias=8, alibi=6, softcap=12.5, key_mask=5, edge=2.6, second=22,
 )  # fmt: skip
 CORES = {
+    "amx_fp16": WIDE,
     "amx": WIDE,
     "avx512": WIDE,
     "avx2": NARROW,
@@ -75,7 +76,11 @@ CORES = {
     "neon_bf16": WIDE._replace(lanes=16),
 }
 GUESSED = ("sse2", "neon", "neon_bf16")  # hardly measured, not at all
-UNITS = {"amx": "bf16 or f16", "neon_bf16": "bf16"}  # what runs on a matrix unit
+UNITS = {
+    "amx_fp16": "bf16 or f16",
+    "amx": "bf16 or f16",
+    "neon_bf16": "bf16",
+}  # what a matrix unit has multiply-adds of
 
 # Matrix route: 32 rows and 32 keys at a time. Cycles of a product of 32 x 32 results beside the unit's own rate, which
 # is that of products that never end, with operands in L1: tiles of K and V and many panels of Q and results lie in L2.
@@ -84,10 +89,14 @@ UNIT = 32
 UNIT_RESULTS = 190.0  # 32 x 32 results into the unit, or out of it: multiplications and results wait for each other
 UNIT_LINE = 1.0  # of each line of 64 bytes between L1 and L2: what they exchange at most
 UNIT_SOFTMAX = 16.0  # also splits each weight in two, as exact as the products need
-UNIT_PACK = 9.0  # Q, K, V into the unit's order, V transposed; mostly waiting for L2, which nobody asks ahead
+UNIT_SOFTMAX_F16 = 22.0  # in two f16, whose conversions are two instructions each
+UNIT_SOFTMAX_F32 = 13.0  # in three bf16; part of it is done while the unit multiplies
+UNIT_PACK = 8.0  # Q, K, V into the unit's order, V transposed; mostly waiting for L2, which nobody asks ahead
 UNIT_STORE = 17.0  # like `store`, but the result is in a cache further away
-UNIT_PARTS = {"bf16": (1, 1, 2), "f16": (2, 4, 3)}  # of K and V; products for a score and for a value, to be exact
-UNIT_FAST_PARTS = {"bf16": (1, 1, 1), "f16": (2, 3, 2)}  # the same with fast_exp
+UNIT_F16 = ("amx_fp16",)  # these multiply f16 too
+# Of K and V; products for a score and for a value, to be exact; the same with fast_exp. "whole": the unit has the type.
+UNIT_PARTS = {"whole": (1, 1, 2), "f16": (2, 4, 3), "f32": (3, 6, 6)}
+UNIT_FAST_PARTS = {"whole": (1, 1, 1), "f16": (2, 3, 2), "f32": (3, 6, 4)}
 
 LINE = 64  # bytes
 # Whatever the core, in cycles.
@@ -131,8 +140,10 @@ class Prediction:
 
 
 def unit_of(planned: Planned) -> str:
-    """The dtype whose multiply-adds the plan uses: only the matrix route has those of 16-bit types."""
-    return planned.dtype if planned.route == "matrix" or planned.dtype == "f64" else "f32"
+    """The dtype whose multiply-adds the plan uses: only the matrix route has those of 16-bit types, also for f32."""
+    if planned.route == "matrix":
+        return "bf16" if planned.dtype == "f32" else planned.dtype
+    return "f64" if planned.dtype == "f64" else "f32"
 
 
 class Shape:
@@ -259,7 +270,8 @@ def _matrix(planned: Planned, shape: Shape, peak: float) -> dict[str, float]:
     weighed = vectors * key_blocks * UNIT
     tiles = max(shape.reached(UNIT) / planned.plan["block_kv"], 1)
     d, v = (_blocks(dim, UNIT) for dim in (shape.d, shape.v))  # blocks of them
-    parts, of_score, of_value = (UNIT_FAST_PARTS if shape.fast else UNIT_PARTS)[planned.dtype]
+    whole = planned.dtype == "bf16" or (planned.dtype == "f16" and planned.isa in UNIT_F16)
+    parts, of_score, of_value = (UNIT_FAST_PARTS if shape.fast else UNIT_PARTS)["whole" if whole else planned.dtype]
 
     def beside(products: float, operands: float, ways: float) -> float:
         """What products take beside multiply-adds: each loads blocks of K or V, its results go in or out so often."""
@@ -267,11 +279,14 @@ def _matrix(planned: Planned, shape: Shape, peak: float) -> dict[str, float]:
         return panels * products * (ways * UNIT_RESULTS + lines * UNIT_LINE)
 
     brought = shape.heads * shape.keys * (d + v) * UNIT * shape.read_again / shape.lanes
+    softmax = {("f16", True): UNIT_SOFTMAX_F16, ("f32", False): UNIT_SOFTMAX_F32}.get(
+        (planned.dtype, whole), UNIT_SOFTMAX
+    )
     return {
         "scores": weighed * d * UNIT * peak * of_score + beside(key_blocks, d, 1),
         # Results go out of the unit for each tile of keys, and but for the first one into it.
         "values": weighed * v * UNIT * peak * of_value + beside(tiles * v, key_blocks / tiles, 2 - 1 / tiles),
-        "softmax": weighed * UNIT_SOFTMAX * (FAST_SOFTMAX if shape.fast else 1),
+        "softmax": weighed * softmax * (FAST_SOFTMAX if shape.fast else 1),
         "mask": _masks(planned, shape, weighed, UNIT),
         "pack": (brought + vectors * d * UNIT * shape.chunks) * UNIT_PACK * parts,
         "store": shape.heads * shape.rows * shape.v / shape.lanes * UNIT_STORE * shape.chunks,

@@ -1,0 +1,182 @@
+// What the matrix unit multiplies: Q of a panel, K and V of a tile, brought into its order and split into its numbers
+// (unit_number.hpp). K and V once a task, for all of its panels: V transposed, both padded with zeros, so that no size or
+// stride is special.
+#pragma once
+
+#include "matrix_unit.hpp"
+#include "panel.hpp"
+
+namespace manyhead::MH_ISA {
+namespace {
+
+template <class D>
+struct matrix_operands {
+  using T = float;
+  using storage = typename D::storage;
+  using values = typename unit_number<D>::values;
+  static constexpr int64_t w = lanes<T>;
+  static constexpr int64_t width = unit_rows;
+  static constexpr int64_t piece = 2 * w;  // values of a vector of words
+  static_assert(unit_step % piece == 0, "a step is whole vectors of words");
+  static constexpr int parts = values::parts;
+  using raw = word_vec[pair_vectors<D>];
+
+  const kernel_call& c;
+  const kernel_task& task;
+  int64_t kv_head;
+  int64_t dim_steps, v_rows, key_steps;  // head_dim in steps; v_dim rounded up; keys of a tile in steps
+  uint16_t* k;                           // [parts][dim_steps], blocks of block_kv rows
+  uint16_t* v;                           // [parts][key_steps], blocks of v_rows rows
+
+  static int64_t steps_of(int64_t n) { return (n + unit_step - 1) / unit_step; }
+
+  matrix_operands(const kernel_call& call, const kernel_task& t)
+      : c(call),
+        task(t),
+        kv_head(t.kv_head_begin),
+        dim_steps(steps_of(call.head_dim)),
+        v_rows(round_up(call.v_dim, unit_rows)),
+        key_steps(call.block_kv / unit_step) {}
+
+  void carve(carver& from) {
+    k = from.take<uint16_t>(parts * dim_steps * c.block_kv * unit_step);
+    v = from.take<uint16_t>(parts * key_steps * v_rows * unit_step);
+  }
+
+  // n elements of a row from dim d on; behind the last of `dim`, and where there is no row, zeros follow.
+  template <int64_t n>
+  static __attribute__((noinline)) void gather(const storage* row, int64_t stride, int64_t d, int64_t dim,
+                                               storage (&to)[n]) {
+    memset(to, 0, sizeof(to));
+    for (int64_t i = 0; row != nullptr && i < min_of(n, dim - d); ++i) to[i] = row[(d + i) * stride];
+  }
+
+  // The unit takes denormal numbers for 0, and small parts of f32 may be denormal. That is an error of 2^-117 of a number,
+  // which counts where the other operand is as large as 2^80: such are left to the tile route.
+  struct largest {
+    word_vec twice = word_vec(0U);  // magnitudes, as words
+    MH_INLINE void take(const raw& x) {
+      if constexpr (pair_vectors<D> == 2) {
+#pragma GCC unroll 2
+        for (const word_vec& each : x) twice = xsimd::max(twice, each << 1);
+      }
+    }
+    MH_INLINE bool is_usual() const { return !xsimd::any(twice > word_vec((127U + 80U) << 24)); }
+  };
+
+  // The pairs of a row from dim d on.
+  static MH_INLINE void pairs_of_row(const storage* row, int64_t stride, int64_t d, int64_t dim, raw& x) {
+    if (row != nullptr && stride == 1 && d + piece <= dim) return load_pairs<D>(row + d, x);
+    alignas(64) storage buffer[piece];
+    gather(row, stride, d, dim, buffer);
+    load_pairs<D>(buffer, x);
+  }
+
+  // `lines` of pairs become columns, and parts: put(i, part), i < lanes.
+  template <class Put>
+  static MH_INLINE void turn(raw (&lines)[w], const Put& put) {
+#pragma GCC unroll 2
+    for (int n = 0; n < pair_vectors<D>; ++n) {
+      word_vec x[w];
+#pragma GCC unroll 16
+      for (int64_t l = 0; l < w; ++l) x[l] = lines[l][n];
+      transpose_words(x);
+#pragma GCC unroll 16
+      for (int64_t l = 0; l < w; ++l) lines[l][n] = x[l];
+    }
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < w; ++i) {
+      word_vec part[parts];
+      split_pairs<D, typename values::format>(lines[i], part);
+      put(i, part);
+    }
+  }
+
+  // Q^T of a panel: B of the scores. False: not for the unit.
+  __attribute__((noinline)) bool pack_rows(const panel<T>& x) const {
+    largest top;
+    const auto* q = static_cast<const storage*>(c.q) + task.batch * c.q_strides[0];
+    auto* to = reinterpret_cast<uint32_t*>(x.q);
+    for (int64_t l0 = 0; l0 < width; l0 += w) {
+      const storage* from[w] = {};
+      const int64_t count = max_of(0, min_of(w, x.count - l0));
+      row_of r(c, x.row + l0);
+      for (int64_t l = 0; l < count; ++l, r.step(c))
+        from[l] = q + (kv_head * c.group + r.member) * c.q_strides[1] + r.query * c.q_strides[2];
+      for (int64_t d = 0; d < dim_steps * unit_step; d += piece) {
+        raw lines[w];
+        for (int64_t l = 0; l < w; ++l) {
+          pairs_of_row(from[l], c.q_strides[3], d, c.head_dim, lines[l]);
+          top.take(lines[l]);
+        }
+        if constexpr (unit_takes_rows) {
+          word_vec row[w];
+          for (int64_t l = 0; l < w; ++l) row[l] = lines[l][0];
+          put_columns(to, l0, d, row);
+        } else {
+          turn(lines, [&](int64_t i, const word_vec(&part)[parts]) MH_INLINE_LAMBDA {
+#pragma GCC unroll 3
+            for (int n = 0; n < parts; ++n) put_pair(to + n * dim_steps * unit_block, l0, d + 2 * i, part[n]);
+          });
+        }
+      }
+    }
+    return top.is_usual();
+  }
+
+  // Keys [begin, end) of K: A of the scores. Up to a whole step of keys, zeros follow. False: not for the unit.
+  __attribute__((noinline)) bool pack_keys(int64_t begin, int64_t end) const {
+    largest top;
+    const auto* from = static_cast<const storage*>(c.k) + task.batch * c.k_strides[0] + kv_head * c.k_strides[1];
+    const int64_t step_size = c.block_kv * unit_step;
+    for (int64_t key = 0; key < round_up(end - begin, unit_step); ++key) {
+      const storage* row = begin + key < end ? from + (begin + key) * c.k_strides[2] : nullptr;
+      for (int64_t step = 0; step < dim_steps; ++step) {
+        for (int64_t d = 0; d < unit_step; d += piece) {
+          raw x;
+          word_vec part[parts];
+          pairs_of_row(row, c.k_strides[3], step * unit_step + d, c.head_dim, x);
+          top.take(x);
+          split_pairs<D, typename values::format>(x, part);
+#pragma GCC unroll 3
+          for (int n = 0; n < parts; ++n) put_row(k + (n * dim_steps + step) * step_size, key, d, part[n]);
+        }
+      }
+    }
+    return top.is_usual();
+  }
+
+  // The same keys of V, transposed: A of the values.
+  __attribute__((noinline)) void pack_values(int64_t begin, int64_t end) const {
+    const auto* from = static_cast<const storage*>(c.v) + task.batch * c.v_strides[0] + kv_head * c.v_strides[1];
+    for (int64_t first = 0; first < round_up(end - begin, unit_step); first += piece) {
+      const int64_t step = first / unit_step;
+      for (int64_t d = 0; d < v_rows; d += w) {
+        raw lines[w];
+        const storage* row = from + (begin + first) * c.v_strides[2] + d;
+        const bool all = c.v_strides[3] == 1 && d + w <= c.v_dim && begin + first + piece <= end;
+        if (all) {
+#pragma GCC unroll 16
+          for (int64_t l = 0; l < w; ++l, row += 2 * c.v_strides[2]) load_pairs<D>(row, row + c.v_strides[2], lines[l]);
+        }
+        for (int64_t l = all ? w : 0; l < w; ++l) {
+          const int64_t key = begin + first + 2 * l;
+          const storage* even = key < end ? from + key * c.v_strides[2] : nullptr;
+          const storage* odd = key + 1 < end ? even + c.v_strides[2] : nullptr;
+          alignas(64) storage buffer[2][w];
+          gather(even, c.v_strides[3], d, c.v_dim, buffer[0]);
+          gather(odd, c.v_strides[3], d, c.v_dim, buffer[1]);
+          load_pairs<D>(buffer[0], buffer[1], lines[l]);
+        }
+        turn(lines, [&](int64_t i, const word_vec(&part)[parts]) MH_INLINE_LAMBDA {
+#pragma GCC unroll 3
+          for (int n = 0; n < parts; ++n)
+            put_row(v + (n * key_steps + step) * v_rows * unit_step, d + i, first % unit_step, part[n]);
+        });
+      }
+    }
+  }
+};
+
+}  // namespace
+}  // namespace manyhead::MH_ISA

@@ -1,0 +1,168 @@
+// How Q, K, V and weights come to a matrix unit, which multiplies 16-bit numbers and adds in f32: each number as a sum of
+// few parts, two numbers to a word, the even one low. Which products of parts are taken decides what is lost:
+//
+//              parts     products: of a score   of a value         lost
+//   bf16       1 bf16              1            2 (two of weight)  2^-17 of a weight
+//   f16        1 f16               1            2                  2^-22 of a weight; on units that have f16,
+//              2 bf16              2 + 2        2 + 1              2^-17 of a weight; else
+//   f32        3 bf16              3 + 2 + 1    3 + 2 + 1          2^-23 of a product at most, 2^-25 on average
+//
+// bf16 has the exponents of f32, and 8, 11 and 24 bits of mantissa are 1, 2 and 3 parts of it without a rest. The products
+// left out are those of two small parts. Where the caller allows a fast exponential (2^-13) a weight has one part less;
+// scores of f16 in two bf16 take 2 + 1.
+#pragma once
+
+#include "dtype.hpp"
+
+namespace manyhead::MH_ISA {
+namespace {
+
+// Which parts are multiplied: part i of A with the first b_parts[i] parts of B.
+struct unit_terms {
+  int a_parts;
+  int b_parts[3];
+};
+
+// The types that a unit multiplies. round() makes words of two floats, which become what was rounded to.
+struct in_bf16 {
+  static float widen(uint16_t x) { return bf16::widen(x); }
+  static MH_INLINE word_vec round(vec<float>& even, vec<float>& odd) {
+    const word_vec upper(0xffff0000U);
+    const word_vec half(0x8000U);
+    const word_vec e = (xsimd::bitwise_cast<uint32_t>(even) + half) & upper;
+    const word_vec o = (xsimd::bitwise_cast<uint32_t>(odd) + half) & upper;
+    even = xsimd::bitwise_cast<float>(e);
+    odd = xsimd::bitwise_cast<float>(o);
+    return (e >> 16) | o;
+  }
+  // Cut off instead, which costs half as much and leaves no rest in the end either.
+  static MH_INLINE word_vec part(vec<float>& even, vec<float>& odd) {
+    const word_vec upper(0xffff0000U);
+    const word_vec e = xsimd::bitwise_cast<uint32_t>(even), o = xsimd::bitwise_cast<uint32_t>(odd) & upper;
+    even = xsimd::bitwise_cast<float>(e & upper);
+    odd = xsimd::bitwise_cast<float>(o);
+    return (e >> 16) | o;
+  }
+};
+
+struct in_f16 {
+  static float widen(uint16_t x) { return f16::widen(x); }
+  static MH_INLINE word_vec round(vec<float>& even, vec<float>& odd) {
+#if defined(__AVX512F__)
+    const __m256i e = _mm512_cvtps_ph(even, _MM_FROUND_TO_NEAREST_INT),
+                  o = _mm512_cvtps_ph(odd, _MM_FROUND_TO_NEAREST_INT);
+    even = _mm512_cvtph_ps(e);
+    odd = _mm512_cvtph_ps(o);
+    return _mm512_or_si512(_mm512_cvtepu16_epi32(e), _mm512_slli_epi32(_mm512_cvtepu16_epi32(o), 16));
+#else
+    const word_vec e = f16::narrow(even), o = f16::narrow(odd);
+    even = f16::widen(e);
+    odd = f16::widen(o);
+    return e | (o << 16);
+#endif
+  }
+  static MH_INLINE word_vec part(vec<float>& even, vec<float>& odd) { return round(even, odd); }
+};
+
+// Two floats as sums of parts, largest first; of one part they become what it holds.
+template <class Format, int Parts>
+MH_INLINE void split_floats(vec<float>& even, vec<float>& odd, word_vec (&part)[Parts]) {
+  if constexpr (Parts == 1) {
+    part[0] = Format::round(even, odd);
+  } else {
+    vec<float> e = even, o = odd;
+#pragma GCC unroll 2
+    for (int i = 0; i + 1 < Parts; ++i) {
+      vec<float> e_part = e, o_part = o;
+      part[i] = Format::part(e_part, o_part);
+      e = e - e_part;
+      o = o - o_part;
+    }
+    part[Parts - 1] =
+        Parts == 3 ? Format::part(e, o) : Format::round(e, o);  // after two of bf16 nothing is left to round
+  }
+}
+
+// Numbers of `Parts` parts, and the weights they are multiplied with.
+template <class Format, int Parts, int WeightParts, int FastWeightParts>
+struct unit_values {
+  using format = Format;
+  static constexpr int parts = Parts;
+  static constexpr int weight_parts(bool fast) { return fast ? FastWeightParts : WeightParts; }
+  // The smaller one part, the fewer of the other.
+  static constexpr unit_terms terms(bool fast) {
+    unit_terms t{Parts, {}};
+    for (int i = 0; i < Parts; ++i) t.b_parts[i] = i < weight_parts(fast) ? weight_parts(fast) - i : 1;
+    return t;
+  }
+};
+
+// much_to_multiply: the unit works longer than the vectors, so that these do some of theirs meanwhile (matrix.hpp).
+template <class D>
+struct unit_number;
+
+template <>
+struct unit_number<bf16> {
+  using values = unit_values<in_bf16, 1, 2, 1>;
+  static constexpr bool much_to_multiply = false;
+  static constexpr unit_terms scores(bool) { return {1, {1}}; }
+};
+
+template <>
+struct unit_number<f16> {
+#if MH_UNIT_F16
+  using values = unit_values<in_f16, 1, 2, 1>;
+  static constexpr bool much_to_multiply = false;
+  static constexpr unit_terms scores(bool) { return {1, {1}}; }
+#else
+  using values = unit_values<in_bf16, 2, 2, 1>;
+  static constexpr bool much_to_multiply = true;
+  static constexpr unit_terms scores(bool fast) { return {2, {2, fast ? 1 : 2}}; }
+#endif
+};
+
+template <>
+struct unit_number<f32> {
+  using values = unit_values<in_bf16, 3, 3, 2>;
+  static constexpr bool much_to_multiply = true;
+  static constexpr unit_terms scores(bool) { return {3, {3, 2, 1}}; }
+};
+
+// A vector of pairs as it comes from memory: words of two 16-bit numbers, or the pairs' first numbers and their second.
+template <class D>
+inline constexpr int pair_vectors = sizeof(typename D::storage) / 2;
+
+// 2 x lanes neighbours, in an order of its own, the same for all.
+template <class D>
+MH_INLINE void load_pairs(const typename D::storage* p, word_vec (&x)[pair_vectors<D>]) {
+  memcpy(x, p, sizeof(x));
+}
+
+// `lanes` neighbours of each of two rows.
+template <class D>
+MH_INLINE void load_pairs(const typename D::storage* first, const typename D::storage* second,
+                          word_vec (&x)[pair_vectors<D>]) {
+  if constexpr (pair_vectors<D> == 1) {
+    x[0] = load_16(first) | (load_16(second) << 16);
+  } else {
+    x[0] = xsimd::bitwise_cast<uint32_t>(load(first));
+    x[1] = xsimd::bitwise_cast<uint32_t>(load(second));
+  }
+}
+
+// Their parts.
+template <class D, class Format, int Parts>
+MH_INLINE void split_pairs(const word_vec (&x)[pair_vectors<D>], word_vec (&part)[Parts]) {
+  if constexpr (Parts == 1) {
+    part[0] = x[0];  // is of the unit's own type
+  } else if constexpr (pair_vectors<D> == 1) {
+    vec<float> first = D::widen(x[0] & word_vec(0xffffU)), second = D::widen(x[0] >> 16);
+    split_floats<Format>(first, second, part);
+  } else {
+    vec<float> first = xsimd::bitwise_cast<float>(x[0]), second = xsimd::bitwise_cast<float>(x[1]);
+    split_floats<Format>(first, second, part);
+  }
+}
+
+}  // namespace
+}  // namespace manyhead::MH_ISA
