@@ -210,6 +210,15 @@ TEST_CASE("problems that fill its tiles take the matrix unit where there is one"
       const bool has_unit = kernels.attention[route_matrix] != nullptr && p.group() * p.q_len >= kernels.matrix_rows;
       CHECK(route_of(line) == (has_unit ? route_matrix : route_tile));
     }
+    // Of f16, both sides of what its kernels ask for: 63 keys are too few where it comes in two parts.
+    const dtype_kernels& f16 = table->dtype[MH_DTYPE_F16];
+    if (f16.attention[route_matrix] != nullptr) {
+      const std::string keys[] = {std::to_string(f16.matrix_keys - 1), std::to_string(f16.matrix_keys)};
+      CHECK(route_of(("f16 b1 h8 q64 kv" + keys[0] + " d64").c_str()) == route_tile);
+      CHECK(route_of(("f16 b1 h8 q64 kv" + keys[1] + " d64").c_str()) == route_matrix);
+      CHECK(f16.matrix_keys ==
+            (table->isa == std::string("amx_fp16") || table->isa == std::string("emu512") ? 32 : 64));
+    }
     for (const char* line : {"bf16 b1 h8 q64 kv31 d64", "f16 b1 h8 q64 kv31 d64", "f32 b1 h8 q159 kv640 d64",
                              "f32 b1 h8 q640 kv63 d64", "f32 b1 h8 q640 kv640 d40", "f64 b1 h8 q640 kv640 d64",
                              "bf16 b1 h8 q64 kv64 d64 weights", "f16 b1 h8 q64 kv64 d64 scores=raw"})
