@@ -3,8 +3,8 @@
 // that results are as good as the tile route's. Q is not scaled; scores are, in f32 (kernel_api.hpp: q_scale, exp_scale).
 //
 // The unit works beside the vectors, but on x86 a core looks only so far ahead. So while it multiplies two panels' scores
-// and values, one turn of weighing a third panel stands between its instructions every 64 of its cycles; on a core with two
-// ports for vectors one stays free meanwhile, which such a turn half fills.
+// and values, a turn of weighing a third panel stands between its instructions every 64 of its cycles: of so many keys
+// that most of the panel is weighed in them, as what is left over finds the unit idle.
 //
 // What the unit cannot do is left to the tile route, panel by panel: whatever comes out not finite, rows without a weight,
 // whose scores may all have overflowed before they were scaled, panels of tiny results, and Q and K of huge numbers.
@@ -128,10 +128,23 @@ struct matrix_task {
     }
   }
 
+  // Whether the unit has so many steps to a panel and a tile that short turns are enough.
+  bool takes_short_turns() const {
+    const auto products = [](const unit_terms& t) {
+      int64_t n = 0;
+      for (int i = 0; i < t.a_parts; ++i) n += t.b_parts[i];
+      return n;
+    };
+    const bool fast = c.fast_exp != 0;
+    return c.block_kv / unit_rows * products(number::scores(fast)) * operands.dim_steps +
+               operands.v_rows / unit_rows * products(values::terms(fast)) * operands.key_steps >=
+           number::short_turn_steps;
+  }
+
   // Something to do while the unit multiplies.
-  template <bool Fast>
+  template <bool Fast, int Turn>
   MH_INLINE void weigh_some(job& j) const {
-    if (number::much_to_multiply && !j.is_weighed()) weigh<Fast, unit_keys>(j, unit_keys);
+    if (!j.is_weighed()) weigh<Fast, Turn>(j, Turn);
   }
 
   template <bool Fast>
@@ -152,19 +165,19 @@ struct matrix_task {
     lap(task.clock, phase_softmax);
   }
 
-  template <bool Fast>
+  template <bool Fast, int Turn>
   MH_INLINE void multiply_scores(const job& j, job& meanwhile) const {
     const int64_t steps = operands.dim_steps, step = c.block_kv * unit_step;
     const unit_b q_at{reinterpret_cast<const uint32_t*>(j.x->q), steps * unit_block, unit_block};
     for (int64_t key = 0; key < j.keys; key += unit_rows) {
       const unit_a k_at{operands.k + (j.first + key) * unit_step, steps * step, step};
       unit.product<typename values::format>(k_at, q_at, number::scores(Fast), steps, j.scores + key * width, width,
-                                            false, [&]() MH_INLINE_LAMBDA { weigh_some<Fast>(meanwhile); });
+                                            false, [&]() MH_INLINE_LAMBDA { weigh_some<Fast, Turn>(meanwhile); });
     }
     lap(task.clock, phase_scores);
   }
 
-  template <bool Fast>
+  template <bool Fast, int Turn>
   MH_INLINE void multiply_values(const job& j, job& meanwhile) const {
     if (j.x == nullptr) return;
     const int64_t steps = operands.key_steps, step = operands.v_rows * unit_step;
@@ -173,7 +186,7 @@ struct matrix_task {
       const unit_a v_at{operands.v + j.first / unit_step * step + d * unit_step, steps * step, step};
       unit.product<typename values::format>(v_at, weights_at, values::terms(Fast), j.keys / unit_step,
                                             j.x->out + d * width, width, j.x->started,
-                                            [&]() MH_INLINE_LAMBDA { weigh_some<Fast>(meanwhile); });
+                                            [&]() MH_INLINE_LAMBDA { weigh_some<Fast, Turn>(meanwhile); });
     }
     j.x->started = true;
     lap(task.clock, phase_values);
@@ -197,8 +210,9 @@ struct matrix_task {
     lap(task.clock, has_score_passes(c) || see == visibility::some ? phase_mask : phase_softmax);  // else only maxima
   }
 
-  // All panels against the keys [begin, end) of a tile. usual: whether the unit can take them.
-  template <bool Fast>
+  // All panels against the keys [begin, end) of a tile. Turn: keys weighed at a time beside the unit. usual: whether the
+  // unit can take them.
+  template <bool Fast, int Turn>
   void attend_tile(int64_t begin, int64_t end, bool usual) {
     job none;
     job* weighed = &none;
@@ -210,14 +224,14 @@ struct matrix_task {
       const int64_t first = (from - begin) / unit_step * unit_step;  // in whole steps
       const tile_at t{task.batch, operands.kv_head, x.row, x.count, begin + first, min_of(end, x.clip().end)};
       if (t.end <= from) continue;
+      const visibility see = see_panel<T>(c, at, x, t, scratch);
+      if (see == visibility::none) continue;
       left |= static_cast<uint32_t>(!usual) << i;
       if (!x.packed) {
         left |= static_cast<uint32_t>(!operands.pack_rows(x)) << i;
         x.packed = true;
         lap(task.clock, phase_pack);
       }
-      const visibility see = see_panel<T>(c, at, x, t, scratch);
-      if (see == visibility::none) continue;
       job* const next = &jobs[count % 3];
       next->x = &x;
       next->first = first;
@@ -225,16 +239,21 @@ struct matrix_task {
       next->scores = scratch.scores + count % 2 * c.block_kv * width;
       next->weights = weights + count % 2 * weight_parts * operands.key_steps * unit_block;
       ++count;
-      multiply_scores<Fast>(*next, *scored);
-      multiply_values<Fast>(*weighed, *scored);
+      multiply_scores<Fast, Turn>(*next, *scored);
+      multiply_values<Fast, Turn>(*weighed, *scored);
       weigh_rest<Fast>(*scored);
       change(*next, t, see);
       weighed = scored;
       scored = next;
     }
-    multiply_values<Fast>(*weighed, *scored);
+    multiply_values<Fast, Turn>(*weighed, *scored);
     weigh_rest<Fast>(*scored);
-    multiply_values<Fast>(*scored, none);
+    multiply_values<Fast, Turn>(*scored, none);
+  }
+
+  template <int Turn>
+  void attend_tile_in(int64_t begin, int64_t end, bool usual) {
+    c.fast_exp ? attend_tile<true, Turn>(begin, end, usual) : attend_tile<false, Turn>(begin, end, usual);
   }
 
   void attend_all() {
@@ -255,7 +274,11 @@ struct matrix_task {
       const bool usual = operands.pack_keys(b, tile_end);
       operands.pack_values(b, tile_end);
       lap(task.clock, phase_pack);
-      c.fast_exp ? attend_tile<true>(b, tile_end, usual) : attend_tile<false>(b, tile_end, usual);
+      if (takes_short_turns()) {
+        attend_tile_in<number::short_turn>(b, tile_end, usual);
+      } else {
+        attend_tile_in<2 * number::short_turn>(b, tile_end, usual);
+      }
     }
   }
 
