@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "alternate.hpp"
+#include "arguments.hpp"
 
 namespace {
 
@@ -173,16 +174,16 @@ options read_options(int argc, char** argv) {
                           {"seconds", required_argument, nullptr, 'S'},
                           {"help", no_argument, nullptr, 'h'},
                           {nullptr, 0, nullptr, 0}};
-  for (int c = 0; (c = getopt_long(argc, argv, "", known, nullptr)) != -1;) {
+  for (int c = 0, at = 0; (c = getopt_long(argc, argv, "", known, &at)) != -1;) {
     switch (c) {
       case 'd':
-        o.head_dim = std::max(1, std::atoi(optarg));
+        o.head_dim = arguments::whole(known[at], 1);
         break;
       case 't':
-        o.threads = std::atoi(optarg);
+        o.threads = arguments::whole(known[at], 0);
         break;
       case 'S':
-        o.seconds = std::atof(optarg);
+        o.seconds = arguments::number(known[at], 0);
         break;
       default:
         std::fputs(usage, c == 'h' ? stdout : stderr);

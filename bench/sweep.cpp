@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "alternate.hpp"
+#include "arguments.hpp"
 #include "buffer.hpp"
 #include "plain.hpp"
 
@@ -170,19 +171,19 @@ options read_options(int argc, char** argv) {
                           {"list", no_argument, nullptr, 'l'},
                           {"help", no_argument, nullptr, 'h'},
                           {nullptr, 0, nullptr, 0}};
-  for (int c = 0; (c = getopt_long(argc, argv, "", known, nullptr)) != -1;) {
+  for (int c = 0, at = 0; (c = getopt_long(argc, argv, "", known, &at)) != -1;) {
     switch (c) {
       case 'n':
-        o.shapes = std::max(1, std::atoi(optarg));
+        o.shapes = arguments::whole(known[at], 1);
         break;
       case 's':
-        o.seed = static_cast<unsigned>(std::atoi(optarg));
+        o.seed = static_cast<unsigned>(arguments::whole(known[at], 0));
         break;
       case 't':
-        o.threads = std::atoi(optarg);
+        o.threads = arguments::whole(known[at], 0);
         break;
       case 'S':
-        o.seconds = std::atof(optarg);
+        o.seconds = arguments::number(known[at], 0);
         break;
       case 'l':
         o.list = true;
