@@ -27,6 +27,8 @@ struct matrix_task {
   static constexpr int64_t most_panels = 16;
   static constexpr int weight_parts = values::weight_parts(false);
   static constexpr int unit_keys = 2 * weight_pairs;  // weights that the unit takes at a time, of each row
+  static_assert(number::short_turn % unit_keys == 0 && unit_step % (2 * number::short_turn) == 0,
+                "turns leave no keys over");
 
   // A panel against a tile, on its way from scores to values.
   struct job {
@@ -130,14 +132,9 @@ struct matrix_task {
 
   // Whether the unit has so many steps to a panel and a tile that short turns are enough.
   bool takes_short_turns() const {
-    const auto products = [](const unit_terms& t) {
-      int64_t n = 0;
-      for (int i = 0; i < t.a_parts; ++i) n += t.b_parts[i];
-      return n;
-    };
     const bool fast = c.fast_exp != 0;
-    return c.block_kv / unit_rows * products(number::scores(fast)) * operands.dim_steps +
-               operands.v_rows / unit_rows * products(values::terms(fast)) * operands.key_steps >=
+    return c.block_kv / unit_rows * number::scores(fast).products() * operands.dim_steps +
+               operands.v_rows / unit_rows * values::terms(fast).products() * operands.key_steps >=
            number::short_turn_steps;
   }
 

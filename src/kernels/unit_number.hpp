@@ -21,6 +21,11 @@ namespace {
 struct unit_terms {
   int a_parts;
   int b_parts[3];
+  constexpr int64_t products() const {
+    int64_t n = 0;
+    for (int i = 0; i < a_parts; ++i) n += b_parts[i];
+    return n;
+  }
 };
 
 // The types that a unit multiplies. round() makes words of two floats, which become what was rounded to.
@@ -98,8 +103,9 @@ struct unit_values {
 };
 
 // short_turn: keys weighed while the unit multiplies a step of 32 x 32 x 32 (matrix.hpp), twice as many where it has fewer
-// than short_turn_steps for a tile of 128 keys and 32 rows. A panel's time for long turns over that for short ones, AMX:
-// f32 0.97 with 96 steps (heads of 64), 1.02 with 192; f16 in two bf16 0.85 with 56; bf16 0.86 with 24, 1.03 with 48.
+// than short_turn_steps for a tile of 128 keys and 32 rows. A panel's time on AMX: f32 4 keys over 2, 0.97 with 96 steps
+// (heads of 64), 1.02 with 192; f16 in two bf16 4 over 2, 0.85 with 56 and 0.98 with 112; bf16 8 over 4, 0.86 with 24 and
+// 1.03 with 48. Unmeasured: f16 with 8, and on units that have it; taken as bf16.
 template <class D>
 struct unit_number;
 
@@ -112,13 +118,12 @@ struct unit_number<bf16> {
 
 template <>
 struct unit_number<f16> {
+  static constexpr int short_turn = 4, short_turn_steps = 32;
 #if MH_UNIT_F16
   using values = unit_values<in_f16, 1, 2, 1>;
-  static constexpr int short_turn = 4, short_turn_steps = 32;
   static constexpr unit_terms scores(bool) { return {1, {1}}; }
 #else
   using values = unit_values<in_bf16, 2, 2, 1>;
-  static constexpr int short_turn = 4, short_turn_steps = 32;
   static constexpr unit_terms scores(bool fast) { return {2, {2, fast ? 1 : 2}}; }
 #endif
 };
