@@ -209,22 +209,25 @@ void check_products(uint16_t (*narrow)(float)) {
   CHECK(std::equal(columns.get(), columns.get() + 3 * part / 2, weights.get()));
   for (const unit_terms& terms : {unit_terms{1, {1}}, unit_terms{1, {2}}, unit_terms{2, {2, 1}}, unit_terms{2, {2, 2}},
                                   unit_terms{3, {3, 2, 1}}}) {
-    for (const bool add : {false, true}) {
+    for (int n = 0; n < (unit_takes_memory ? 4 : 2); ++n) {
+      const bool add = n % 2 != 0;
+      const unit_a packed{a_packed.get(), part, rows * unit_step, unit_step},
+          as_it_lies{a.get(), part, unit_step, sums};
       aligned<float> c(rows * stride, 5.0F);
       const matrix_unit unit;
-      unit.template product<Format>({a_packed.get(), part, rows * unit_step}, {columns.get(), part / 2, unit_block},
-                                    terms, steps, c.get(), stride, add, [] {});
+      unit.template product<Format>(n < 2 ? packed : as_it_lies, {columns.get(), part / 2, unit_block}, terms, steps,
+                                    c.get(), stride, add, [] {});
       bool same = true;
       for (int64_t m = 0; m < rows; ++m) {
-        for (int64_t n = 0; n < stride; ++n) {
-          float want = add || n >= rows ? 5.0F : 0.0F;
-          for (int i = 0; i < terms.a_parts && n < rows; ++i) {
+        for (int64_t column = 0; column < stride; ++column) {
+          float want = add || column >= rows ? 5.0F : 0.0F;
+          for (int i = 0; i < terms.a_parts && column < rows; ++i) {
             for (int j = 0; j < terms.b_parts[i]; ++j) {
               for (int64_t k = 0; k < sums; ++k)
-                want += Format::widen(a[i * part + m * sums + k]) * Format::widen(b[j * part + n * sums + k]);
+                want += Format::widen(a[i * part + m * sums + k]) * Format::widen(b[j * part + column * sums + k]);
             }
           }
-          same = same && c[m * stride + n] == want;
+          same = same && c[m * stride + column] == want;
         }
       }
       CHECK(same);

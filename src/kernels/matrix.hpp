@@ -164,10 +164,11 @@ struct matrix_task {
 
   template <bool Fast, int Turn>
   MH_INLINE void multiply_scores(const job& j, job& meanwhile) const {
-    const int64_t steps = operands.dim_steps, step = c.block_kv * unit_step;
+    const int64_t steps = operands.dim_steps;
     const unit_b q_at{reinterpret_cast<const uint32_t*>(j.x->q), steps * unit_block, unit_block};
     for (int64_t key = 0; key < j.keys; key += unit_rows) {
-      const unit_a k_at{operands.k + (j.first + key) * unit_step, steps * step, step};
+      unit_a k_at = operands.keys;
+      k_at.base += (j.first + key) * k_at.row;
       unit.product<typename values::format>(k_at, q_at, number::scores(Fast), steps, j.scores + key * width, width,
                                             false, [&]() MH_INLINE_LAMBDA { weigh_some<Fast, Turn>(meanwhile); });
     }
@@ -180,7 +181,7 @@ struct matrix_task {
     const int64_t steps = operands.key_steps, step = operands.v_rows * unit_step;
     const unit_b weights_at{j.weights, steps * unit_block, unit_block};
     for (int64_t d = 0; d < operands.v_rows; d += unit_rows) {
-      const unit_a v_at{operands.v + j.first / unit_step * step + d * unit_step, steps * step, step};
+      const unit_a v_at{operands.v + j.first / unit_step * step + d * unit_step, steps * step, step, unit_step};
       unit.product<typename values::format>(v_at, weights_at, values::terms(Fast), j.keys / unit_step,
                                             j.x->out + d * width, width, j.x->started,
                                             [&]() MH_INLINE_LAMBDA { weigh_some<Fast, Turn>(meanwhile); });
@@ -268,7 +269,7 @@ struct matrix_task {
     end = min_of(end, last);
     for (int64_t b = begin / c.block_kv * c.block_kv; b < end; b += c.block_kv) {
       const int64_t tile_end = min_of(b + c.block_kv, last);
-      const bool usual = operands.pack_keys(b, tile_end);
+      const bool usual = operands.pack_keys(b, tile_end, panels);
       operands.pack_values(b, tile_end);
       lap(task.clock, phase_pack);
       if (takes_short_turns()) {

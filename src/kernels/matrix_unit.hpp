@@ -32,6 +32,7 @@ inline constexpr int64_t unit_block = unit_step / 2 * unit_rows;  // words of a 
 struct unit_a {
   const uint16_t* base;
   int64_t part, step;  // distances, in elements
+  int64_t row;         // from one row to the next; unit_step in packed blocks, others only with unit_takes_memory
 };
 
 struct unit_b {
@@ -44,6 +45,7 @@ struct unit_b {
 // Numbers of more parts are left to FMA: f16 takes 4 products a score and 3 a value.
 inline constexpr int unit_parts = 1;
 inline constexpr bool unit_takes_rows = true;  // of Q: put_columns, else put_pair
+inline constexpr bool unit_takes_memory = false;
 // From so many rows and keys on the unit wins over FMA, which does 4 rows at a time where the unit does 32 whatever their
 // number: an estimate from the instructions of both routes for head_dim 64 (24 rows: 870 a key and 1300; 16 rows: 870 and
 // 900).
@@ -84,6 +86,7 @@ MH_INLINE void put_weights(uint32_t* b, int64_t column, int64_t k, const word_ve
 
 inline constexpr int unit_parts = 3;
 inline constexpr bool unit_takes_rows = false;
+inline constexpr bool unit_takes_memory = true;  // rows of A anywhere, 32 values of a step side by side
 // From so many rows and keys on the unit wins over FMA, by the parts of a number. On one thread, head_dim 64, its speed
 // beside the tile route's: bf16 10 x 10 0.5, 32 x 16 0.85, 16 x 64 1.1, 32 x 32 1.25, 64 x 64 1.6; f16 in two parts 32 x
 // 32 0.84, 16 x 1024 0.8, 32 x 64 1.0, 32 x 256 1.1; f32 in three 64 x 64 0.9, 64 x 512 1.0, 128 x 128 1.13.
@@ -135,6 +138,7 @@ class matrix_unit {
   MH_INLINE void product(const unit_a& a, const unit_b& b, const unit_terms& terms, int64_t steps, float* c,
                          int64_t c_stride, bool add, Meanwhile meanwhile) const {
     const auto stride = static_cast<int>(c_stride * 4);
+    const int64_t row = a.row * 2;
     asm volatile("" ::: "memory");  // nor that the loads do: what they read is to be written before
     if (add) {
       _tile_loadd(0, c, stride);
@@ -150,8 +154,8 @@ class matrix_unit {
     for (int i = 0; i < terms.a_parts; ++i) {
       for (int64_t step = 0; step < steps; ++step) {
         const uint16_t* at = a.base + i * a.part + step * a.step;
-        _tile_loadd(4, at, 64);
-        _tile_loadd(5, at + 16 * unit_step, 64);
+        _tile_loadd(4, at, row);
+        _tile_loadd(5, at + 16 * a.row, row);
         for (int j = 0; j < terms.b_parts[i]; ++j) {
           const uint32_t* bt = b.base + j * b.part + step * b.step;
           _tile_loadd(6, bt, 128);
@@ -249,7 +253,7 @@ class matrix_unit {
         float sum = add ? c[m * c_stride + n] : 0.0F;
         for (int i = 0; i < terms.a_parts; ++i) {
           for (int64_t step = 0; step < steps; ++step) {
-            const uint16_t* line = a.base + i * a.part + step * a.step + m * unit_step;
+            const uint16_t* line = a.base + i * a.part + step * a.step + m * a.row;
             for (int j = 0; j < terms.b_parts[i]; ++j) {
               const uint32_t* words = b.base + j * b.part + step * b.step + n;
               for (int64_t k = 0; k < unit_step / 2; ++k) {

@@ -43,7 +43,7 @@ double unit_multiply_adds(int64_t turns) {
   alignas(64) uint32_t b[unit_step / 2 * unit_rows] = {};
   alignas(64) float c[unit_rows * unit_rows] = {};
   const matrix_unit unit;
-  unit.product<Format>({a, 0, 0}, {b, 0, 0}, {1, {1}}, turns, c, unit_rows, true, [] {});
+  unit.product<Format>({a, 0, 0, unit_step}, {b, 0, 0}, {1, {1}}, turns, c, unit_rows, true, [] {});
   return static_cast<double>(c[0]);
 }
 #endif

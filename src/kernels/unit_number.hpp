@@ -142,7 +142,12 @@ inline constexpr int pair_vectors = sizeof(typename D::storage) / 2;
 // 2 x lanes neighbours, in an order of its own, the same for all.
 template <class D>
 MH_INLINE void load_pairs(const typename D::storage* p, word_vec (&x)[pair_vectors<D>]) {
-  memcpy(x, p, sizeof(x));
+  // One by one: g++ 12 copies a longer array to the stack.
+#pragma GCC unroll 2
+  for (word_vec& each : x) {
+    memcpy(&each, p, sizeof(each));
+    p += sizeof(each) / sizeof(*p);
+  }
 }
 
 // `lanes` neighbours of each of two rows.
