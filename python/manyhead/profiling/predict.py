@@ -278,7 +278,9 @@ def _matrix(planned: Planned, shape: Shape, peak: float) -> dict[str, float]:
         lines = operands * parts * UNIT * UNIT * 2 / LINE + ways * UNIT * UNIT * 4 / LINE
         return panels * products * (ways * UNIT_RESULTS + lines * UNIT_LINE)
 
-    brought = shape.heads * shape.keys * (d + v) * UNIT * shape.read_again / shape.lanes
+    # One or two panels multiply K where it is, if it is of the unit's type.
+    copied = v if whole and shape.rows <= 2 * UNIT and shape.d % UNIT == 0 else d + v
+    brought = shape.heads * shape.keys * copied * UNIT * shape.read_again / shape.lanes
     softmax = {("f16", True): UNIT_SOFTMAX_F16, ("f32", False): UNIT_SOFTMAX_F32}.get(
         (planned.dtype, whole), UNIT_SOFTMAX
     )
