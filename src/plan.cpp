@@ -39,14 +39,23 @@ int64_t blocks(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
 int64_t dtype_bytes(int32_t dtype) { return dtype == MH_DTYPE_F64 ? 8 : dtype == MH_DTYPE_F32 ? 4 : 2; }
 
-// The matrix route works on 32 rows, keys and dims at a time (kernel_api.hpp: matrix_rows). Of f32 it does six products for
-// one, so that dims left empty, all that is not products, and K and V split for few rows count. Beside the tile route
-// with AVX-512, 1024 x 1024: heads of 32 1.0, 40 0.9, 64 1.4, 80 1.3, 128 1.7; 128 x 128: 32 0.9, 64 0.97 to 1.13, 128 1.17.
-bool fills_matrix_tiles(const problem& p, const dtype_kernels& kernels) {
+// Whether the matrix route is the faster one (kernel_api.hpp: matrix_rows). Of f32 the unit does six products for one, so
+// that what it does besides counts: it works on 32 rows, keys and dims at a time, and packs Q, K and V. In the time that
+// the tile route takes for a pair of row and key, measured with AVX-512 on 96 to 1024 tokens, heads of 64 and 128: a pair
+// 0.47 + 24 / dims, a key 25, a row 14. So heads of 64 run on it from 128 x 256 (1.08 to 1.15 times as fast), 160 x 160
+// (1.11), 96 x 512 (1.09) and 256 causal (1.07) on, but 144 x 144 (0.9), 176 x 176 (0.95) and 200 causal (0.96) do not.
+// Just below is 128 x 128: 1.07 to 1.14 by itself, but a layer of them 0.98. Heads of 32 would be 1.0 at best.
+bool is_faster_on_unit(const problem& p, const dtype_kernels& kernels, double pairs_of_head) {
   const int64_t rows = p.group() * p.q_len, dims = p.head_dim + p.v_dim;
   if (rows < kernels.matrix_rows || p.kv_len < kernels.matrix_keys) return false;
   if (p.dtype != MH_DTYPE_F32) return true;
-  return rows * dims >= 160 * 128 && round_up(p.head_dim, 32) + round_up(p.v_dim, 32) + 64 < 2 * dims;
+  if (dims <= 64) return false;
+  const double pairs = pairs_of_head * static_cast<double>(p.group());
+  const auto whole = [](int64_t n) { return static_cast<double>(round_up(n, 32)); };
+  const double filled = static_cast<double>(rows * p.kv_len) / (whole(rows) * whole(p.kv_len));
+  const double used = static_cast<double>(dims) / (whole(p.head_dim) + whole(p.v_dim));
+  const double of_pairs = (0.47 + 24.0 / static_cast<double>(dims)) * pairs / filled;
+  return used * pairs > 1.04 * (of_pairs + 25 * whole(p.kv_len) + 14 * whole(rows));
 }
 
 // Of a mask or bias, one number a pair of query and key unless broadcast.
@@ -210,11 +219,12 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes) {
   const bool copies_more = dtype_bytes(p.dtype) == real && shorter_than(p, lanes);  // never a matter of strides
   const int64_t decode_rows = copies_more ? lanes / 4 : p.kv_len >= few_keys ? table.decode_rows[f64] : lanes / 2;
   const dtype_kernels& kernels = table.dtype[p.dtype];
+  const double pairs = attended_pairs(p);
   const bool has_unit = kernels.attention[route_matrix] != nullptr;
-  plan.kernel = plan.second_pass                             ? route_tile
-                : rows <= decode_rows                        ? route_decode
-                : has_unit && fills_matrix_tiles(p, kernels) ? route_matrix
-                                                             : route_tile;
+  plan.kernel = plan.second_pass                                   ? route_tile
+                : rows <= decode_rows                              ? route_decode
+                : has_unit && is_faster_on_unit(p, kernels, pairs) ? route_matrix
+                                                                   : route_tile;
   plan.block_kv = keys_of_tile[plan.kernel];
   plan.copy_kv = needs_copy(p, plan.kernel, lanes);
 
@@ -251,7 +261,7 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes) {
   plan.tasks = p.batch * p.kv_heads * plan.row_blocks * plan.chunks;
 
   const double heads = static_cast<double>(p.batch * p.heads);
-  plan.flops = 2.0 * static_cast<double>(p.head_dim + p.v_dim) * heads * attended_pairs(p);
+  plan.flops = 2.0 * static_cast<double>(p.head_dim + p.v_dim) * heads * pairs;
   plan.bytes = static_cast<double>(dtype_bytes(p.dtype)) * static_cast<double>(p.head_dim + p.v_dim) * heads *
                    static_cast<double>(p.q_len) +
                kv_bytes;
