@@ -545,6 +545,64 @@ TEST_CASE_TEMPLATE("add_signed leaves out factors of negative sign, NaN and inf 
 }
 
 // see_tile against the definition, for each kind of restriction alone and together.
+TEST_CASE("lines that are needed soon are asked for once each, in order") {
+  const char memory[4096] = {};
+  lines_ahead ahead;
+  CHECK(ahead.empty());
+  ahead.add({memory, 1000, 130, 2});       // two rows of three lines
+  ahead.add({memory + 3000, 64, 64, 0});   // no rows
+  ahead.add({memory + 2048, 64, 64, 3});   // rows side by side
+  ahead.add({memory + 3000, -64, 64, 3});  // backwards: left out
+  const int64_t want[] = {0, 64, 128, 1000, 1064, 1128, 2048, 2112, 2176};
+  for (const int64_t place : want) {
+    ahead.walk.turn();
+    REQUIRE_FALSE(ahead.walk.done());
+    CHECK(ahead.walk.at - memory == place);
+    ahead.walk.step();
+  }
+  ahead.walk.turn();
+  ahead.walk.turn();
+  CHECK(ahead.empty());
+  ahead.walk.step();  // nothing is left to ask for
+  CHECK(ahead.empty());
+}
+
+TEST_CASE("results are asked for once, with the tile that few of the panel's keys follow") {
+  float out[32 * 8];
+  kernel_call c{};
+  c.group = 1;
+  c.chunks = 1;
+  c.prefetch = 1;
+  c.v_dim = 8;
+  c.out = out;
+  c.out_strides[2] = 8;
+  c.out_strides[3] = 1;
+  const kernel_task task{};
+  // The panel's last key; the tile of 64 that asks, counted from 0.
+  const int64_t cases[][2] = {{5, 0}, {64, 0}, {95, 0}, {96, 1}, {128, 1}, {130, 1}, {197, 2}};
+  for (const auto& [last, tile] : cases) {
+    CAPTURE(last);
+    panel<float> x{};
+    x.row = 3;
+    x.count = 4;
+    x.vectors = 1;
+    x.reach[0] = {0, last};
+    for (int64_t i = 0; i * 64 < last; ++i) {
+      const upcoming rows = results_ahead<f32>(c, task, 0, (i + 1) * 64, x);
+      CHECK(rows.rows == (i == tile ? 4 : 0));
+      if (i != tile) continue;
+      CHECK(rows.base == reinterpret_cast<const char*>(out + 3 * 8));
+      CHECK(rows.stride == 32);
+      CHECK(rows.bytes == 32);
+    }
+  }
+  panel<float> x{};
+  x.count = 4;
+  x.vectors = 1;
+  c.chunks = 2;
+  CHECK(results_ahead<f32>(c, task, 0, 64, x).rows == 0);
+}
+
 TEST_CASE_TEMPLATE("visibility bits", T, float, double) {
   std::mt19937 random(21);
   const auto pick = [&](int64_t low, int64_t high) {

@@ -44,11 +44,6 @@ struct tile_task {
     }
   }
 
-  // A panel's rows of q or out, where they lie evenly: with one query head to a kv head.
-  MH_INLINE upcoming panel_rows(const void* base, const int64_t* strides, const panel<T>& x, int64_t dim) const {
-    return rows_ahead<D>(c, base, strides, task.batch, kv_head, x.row, c.group == 1 ? x.count : 0, dim);
-  }
-
   // What a mask or bias says of a panel's rows and of keys [begin, end).
   MH_INLINE void ask_for(const void* base, const int64_t* strides, int64_t size, const panel<T>& x, int64_t begin,
                          int64_t end) {
@@ -77,13 +72,13 @@ struct tile_task {
   MH_INLINE void ask_for_next(int64_t i, const key_tile& tile) {
     if (i + 1 < tile.last) {
       ask_for(c.mask, c.mask_strides, 1, p[i + 1], tile.begin, tile.end);
-      if (!p[i + 1].packed) ahead.add(panel_rows(c.q, c.q_strides, p[i + 1], c.head_dim));
+      if (!p[i + 1].packed) ahead.add(panel_ahead<D>(c, c.q, c.q_strides, task.batch, kv_head, p[i + 1], c.head_dim));
     } else if (tile.next_end > tile.end) {
       ask_for(c.mask, c.mask_strides, 1, p[tile.first], tile.end, tile.next_end);
       ahead.add(
           rows_ahead<D>(c, c.k, c.k_strides, task.batch, kv_head, tile.end, tile.next_end - tile.end, c.head_dim));
     }
-    if (tile.next_end <= tile.end) ahead.add(panel_rows(c.out, c.out_strides, p[i], c.chunks > 1 ? 0 : c.v_dim));
+    ahead.add(results_ahead<D>(c, task, kv_head, tile.end, p[i]));
   }
 
   template <int NV>

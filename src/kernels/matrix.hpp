@@ -4,7 +4,8 @@
 //
 // The unit works beside the vectors, but on x86 a core looks only so far ahead. So while it multiplies two panels' scores
 // and values, a turn of weighing a third panel stands between its instructions every 64 of its cycles: of so many keys
-// that most of the panel is weighed in them, as what is left over finds the unit idle.
+// that most of the panel is weighed in them, as what is left over finds the unit idle. With it go lines to be asked
+// for: of the next tile's K and V, and of the results.
 //
 // What the unit cannot do is left to the tile route, panel by panel: whatever comes out not finite, rows without a weight,
 // whose scores may all have overflowed before they were scaled, panels of tiny results, and Q and K of huge numbers.
@@ -51,6 +52,7 @@ struct matrix_task {
   tile_scratch<T> scratch;  // scores: [2][block_kv][width]
   uint32_t* weights;        // [2][weight_parts][key_steps] blocks
   job jobs[3];              // under way; one after the other, they share two buffers of scores and of weights
+  lines_ahead ahead;
   matrix_unit unit;
 
   static int64_t scratch_bytes(const kernel_call& c, int64_t block_q) {
@@ -138,10 +140,16 @@ struct matrix_task {
            number::short_turn_steps;
   }
 
-  // Something to do while the unit multiplies.
+  // Something to do while the unit multiplies. Two lines a turn are all of the results of a panel in some 60 turns.
   template <bool Fast, int Turn>
-  MH_INLINE void weigh_some(job& j) const {
-    if (!j.is_weighed()) weigh<Fast, Turn>(j, Turn);
+  MH_INLINE auto beside_unit(job& j, line_walk& next) const {
+    return [this, &j, &next]() MH_INLINE_LAMBDA {
+      if (!j.is_weighed()) weigh<Fast, Turn>(j, Turn);
+      if constexpr (asks_ahead) {
+        next.step();
+        next.step();
+      }
+    };
   }
 
   template <bool Fast>
@@ -163,29 +171,35 @@ struct matrix_task {
   }
 
   template <bool Fast, int Turn>
-  MH_INLINE void multiply_scores(const job& j, job& meanwhile) const {
+  MH_INLINE void multiply_scores(const job& j, job& meanwhile) {
     const int64_t steps = operands.dim_steps;
+    line_walk next = ahead.walk;
     const unit_b q_at{reinterpret_cast<const uint32_t*>(j.x->q), steps * unit_block, unit_block};
     for (int64_t key = 0; key < j.keys; key += unit_rows) {
       unit_a k_at = operands.keys;
       k_at.base += (j.first + key) * k_at.row;
+      next.turn();
       unit.product<typename values::format>(k_at, q_at, number::scores(Fast), steps, j.scores + key * width, width,
-                                            false, [&]() MH_INLINE_LAMBDA { weigh_some<Fast, Turn>(meanwhile); });
+                                            false, beside_unit<Fast, Turn>(meanwhile, next));
     }
+    ahead.walk = next;
     lap(task.clock, phase_scores);
   }
 
   template <bool Fast, int Turn>
-  MH_INLINE void multiply_values(const job& j, job& meanwhile) const {
+  MH_INLINE void multiply_values(const job& j, job& meanwhile) {
     if (j.x == nullptr) return;
     const int64_t steps = operands.key_steps, step = operands.v_rows * unit_step;
     const unit_b weights_at{j.weights, steps * unit_block, unit_block};
+    line_walk next = ahead.walk;
     for (int64_t d = 0; d < operands.v_rows; d += unit_rows) {
       const unit_a v_at{operands.v + j.first / unit_step * step + d * unit_step, steps * step, step, unit_step};
+      next.turn();
       unit.product<typename values::format>(v_at, weights_at, values::terms(Fast), j.keys / unit_step,
                                             j.x->out + d * width, width, j.x->started,
-                                            [&]() MH_INLINE_LAMBDA { weigh_some<Fast, Turn>(meanwhile); });
+                                            beside_unit<Fast, Turn>(meanwhile, next));
     }
+    ahead.walk = next;
     j.x->started = true;
     lap(task.clock, phase_values);
   }
@@ -237,6 +251,7 @@ struct matrix_task {
       next->scores = scratch.scores + count % 2 * c.block_kv * width;
       next->weights = weights + count % 2 * weight_parts * operands.key_steps * unit_block;
       ++count;
+      ahead.add(results_ahead<D>(c, task, operands.kv_head, end, x));
       multiply_scores<Fast, Turn>(*next, *scored);
       multiply_values<Fast, Turn>(*weighed, *scored);
       weigh_rest<Fast>(*scored);
@@ -272,6 +287,9 @@ struct matrix_task {
       const bool usual = operands.pack_keys(b, tile_end, panels);
       operands.pack_values(b, tile_end);
       lap(task.clock, phase_pack);
+      const int64_t following = min_of(tile_end + c.block_kv, end) - tile_end;
+      ahead.add(rows_ahead<D>(c, c.k, c.k_strides, task.batch, operands.kv_head, tile_end, following, c.head_dim));
+      ahead.add(rows_ahead<D>(c, c.v, c.v_strides, task.batch, operands.kv_head, tile_end, following, c.v_dim));
       if (takes_short_turns()) {
         attend_tile_in<number::short_turn>(b, tile_end, usual);
       } else {

@@ -33,6 +33,7 @@ struct panel {
   int vectors;
   bool packed;                             // q is there
   bool started;                            // out holds something
+  bool awaited;                            // where its results go has been asked for
   key_range reach[most_panel_vectors<T>];  // keys that any row of a vector may attend
   key_range whole;                         // keys that every row may attend, as far as positions go
   T* q;                                    // [head_dim][width]
@@ -131,6 +132,7 @@ MH_INLINE void place_panel(const kernel_call& c, const positions& at, int64_t ro
   p.count = min_of(p.width(), end - row);
   p.packed = false;
   p.started = false;
+  p.awaited = false;
   for (int v = 0; v < vectors; ++v) {
     const key_range first = range_of(c, at, (row + min_of(v * lanes<T>, p.count - 1)) / c.group);
     const key_range last = range_of(c, at, (row + min_of((v + 1) * lanes<T>, p.count) - 1) / c.group);
@@ -170,6 +172,24 @@ MH_INLINE upcoming rows_ahead(const kernel_call& c, const void* base, const int6
   const char* from =
       static_cast<const char*>(base) + (batch * strides[0] + head * strides[1] + begin * strides[2]) * size;
   return {from, strides[2] * size, dim * size, rows};
+}
+
+// Those of q or out that a panel has, where they lie evenly: with one query head to a kv head.
+template <class D>
+MH_INLINE upcoming panel_ahead(const kernel_call& c, const void* base, const int64_t* strides, int64_t batch,
+                               int64_t kv_head, const panel<typename D::real>& x, int64_t dim) {
+  return rows_ahead<D>(c, base, strides, batch, kv_head, x.row, c.group == 1 ? x.count : 0, dim);
+}
+
+// Where a panel's results go, once: with the tile that ends at key `end`, when few of the panel's keys follow it. The last
+// few would be over before all is asked for. Parts of a split lie in memory of their own.
+template <class D>
+MH_INLINE upcoming results_ahead(const kernel_call& c, const kernel_task& task, int64_t kv_head, int64_t end,
+                                 panel<typename D::real>& x) {
+  constexpr int64_t few = 32;
+  if (x.awaited || c.chunks > 1 || x.clip().end - end >= few) return {};
+  x.awaited = true;
+  return panel_ahead<D>(c, c.out, c.out_strides, task.batch, kv_head, x, c.v_dim);
 }
 
 // What rows see of a tile. The words are filled only where positions or masks may hide something.
