@@ -51,9 +51,14 @@ class Workload:
         return "us" if self.flops < 1e6 else "GFLOP/s"
 
     @property
-    def flops(self) -> int:
+    def pairs(self) -> int:
+        """Of a query and a key that it attends, of all heads."""
         pairs = self.q_len * (self.q_len + 1) // 2 if self.causal else self.q_len * self.kv_len
-        return 4 * self.batch * self.heads * pairs * self.head_dim
+        return self.batch * self.heads * pairs
+
+    @property
+    def flops(self) -> int:
+        return 4 * self.pairs * self.head_dim
 
     def kv_bytes(self, dtype: str) -> int:
         return 2 * self.batch * self.kv_heads * self.kv_len * self.head_dim * ITEM_SIZE[dtype]
@@ -81,9 +86,13 @@ class Layer:
         return "GB/s" if self.batch * self.tokens <= 8 else "GFLOP/s"
 
     @property
-    def flops(self) -> int:
+    def pairs(self) -> int:
         pairs = self.tokens * (self.tokens + 1) // 2 if self.causal else self.tokens**2
-        return self.batch * self.width * (8 * self.tokens * self.width + 4 * pairs)
+        return self.batch * self.heads * pairs
+
+    @property
+    def flops(self) -> int:
+        return 8 * self.batch * self.tokens * self.width**2 + 4 * self.pairs * self.width // self.heads
 
     def kv_bytes(self, dtype: str) -> int:
         return 4 * self.width**2 * ITEM_SIZE[dtype]
@@ -93,6 +102,16 @@ class Layer:
 
 
 Row = Workload | Layer
+# What a CPU could do with multiply-adds alone while it turns a score into a weight: 6 cycles of a vector, each of two
+# multiply-adds on as many lanes.
+WEIGHT_FLOPS = 24
+
+
+def limit_seconds(w: Row, dtype: str, fma: float, read: float) -> float:
+    """What no kernel on multiply-adds goes below: its arithmetic at `fma` GFLOP/s, or K and V at `read` GB/s."""
+    return max((w.flops + WEIGHT_FLOPS * w.pairs) / fma, w.kv_bytes(dtype) / read) / 1e9
+
+
 ITEM_SIZE = {"f32": 4, "bf16": 2, "f16": 2}
 # Largest difference from the result in float64, absolute and relative.
 TOLERANCE = {"f32": 2e-5, "f16": 2e-3, "bf16": 1.6e-2}

@@ -23,7 +23,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from contestants import CONTESTANTS, ITEM_SIZE, TOLERANCE, Row, Workload, make_inputs, read_workloads, reference_rows
+from contestants import (
+    CONTESTANTS,
+    ITEM_SIZE,
+    TOLERANCE,
+    Row,
+    Workload,
+    limit_seconds,
+    make_inputs,
+    read_workloads,
+    reference_rows,
+)
 
 HERE = Path(__file__).resolve().parent
 OURS = "manyhead"
@@ -169,7 +179,9 @@ def measure_row(
         whole = 4 * w.batch * w.heads * w.q_len * w.kv_len * w.head_dim
         results["bare products"]["value"] = whole / results["bare products"]["seconds"] / 1e9
     row = {"name": f"{dtype}/{w.name}", "unit": w.unit, "results": results, "notes": notes}
-    row["probe"] = {key: max(rate[key] for rate in rates) for key in rates[0]}
+    best = row["probe"] = {key: max(rate[key] for rate in rates) for key in rates[0]}
+    if w.unit != "us":
+        row["limit_seconds"] = limit_seconds(w, dtype, best["fma"], best["read"])
     return row | compare(row)
 
 
@@ -183,9 +195,8 @@ def compare(row: dict[str, Any]) -> dict[str, Any]:
     if OURS in results:
         if peers:
             out["ratio"] = min(peers.values()) / results[OURS]["seconds"]
-        limit = {"GFLOP/s": row["probe"]["fma"], "GB/s": row["probe"]["read"]}.get(row["unit"])
-        if limit:
-            out["share"] = results[OURS]["value"] / limit
+        if "limit_seconds" in row:
+            out["share"] = row["limit_seconds"] / results[OURS]["seconds"]
     return out
 
 
@@ -277,7 +288,7 @@ def main() -> int:
         print(cpu, *(f"{name}: {text}" for name, text in versions.items()), sep="\n")
         print(
             f"Fastest call of {options.rounds} rounds of {options.seconds:g} s. FMA (GFLOP/s), read (GB/s, as many "
-            "bytes as K and V): this machine's best in the same rounds; share: ours of it. "
+            "bytes as K and V): this machine's best in the same rounds; share: ours of what they allow. "
             "ratio: best peer's time / ours.\n"
         )
         printer = Table(list(workers), options.markdown)
