@@ -206,7 +206,8 @@ TEST_CASE("problems that fill its tiles take the matrix unit where there is one"
     for (const char* line :
          {"bf16 b1 h8 q16 kv32 d64", "bf16 b1 h32/1 q1 kv5000 d100", "f16 b1 h8 q32 kv64 d64",
           "f32 b1 h8 q500 kv500 d64", "f32 b1 h8 q500 kv500 d64 causal mask", "f32 b1 h8 q128 kv256 d64",
-          "f32 b1 h16/8 q64 kv256 d64", "f32 b1 h8 q96 kv512 d64", "f32 b1 h8 q256 kv256 d64 causal"}) {
+          "f32 b1 h16/8 q64 kv256 d64", "f32 b1 h8 q96 kv512 d64", "f32 b1 h8 q256 kv256 d64 causal",
+          "f32 b1 h8 q128 kv128 d64", "f32 b1 h8 q120 kv256 d64", "f32 b1 h8 q224 kv224 d32"}) {
       const problem p = problem_of(line);
       const dtype_kernels& kernels = table->dtype[p.dtype];
       const bool has_unit = kernels.attention[route_matrix] != nullptr && p.group() * p.q_len >= kernels.matrix_rows;
@@ -222,9 +223,9 @@ TEST_CASE("problems that fill its tiles take the matrix unit where there is one"
             (table->isa == std::string("amx_fp16") || table->isa == std::string("emu512") ? 32 : 64));
     }
     for (const char* line :
-         {"bf16 b1 h8 q64 kv31 d64", "f16 b1 h8 q64 kv31 d64", "f32 b1 h8 q95 kv640 d64", "f32 b1 h8 q96 kv96 d128",
-          "f32 b1 h8 q128 kv128 d64", "f32 b1 h8 q144 kv144 d64", "f32 b1 h8 q200 kv200 d64 causal",
-          "f32 b1 h8 q640 kv640 d64 window=16,0", "f32 b1 h8 q640 kv640 d32", "f32 b1 h8 q640 kv63 d64",
+         {"bf16 b1 h8 q64 kv31 d64", "f16 b1 h8 q64 kv31 d64", "f32 b1 h8 q95 kv640 d64", "f32 b1 h8 q100 kv100 d128",
+          "f32 b1 h8 q128 kv112 d64", "f32 b1 h8 q144 kv144 d64", "f32 b1 h8 q200 kv200 d64 causal",
+          "f32 b1 h8 q640 kv640 d64 window=16,0", "f32 b1 h8 q200 kv200 d32", "f32 b1 h8 q640 kv63 d64",
           "f32 b1 h8 q640 kv640 d40", "f64 b1 h8 q640 kv640 d64", "bf16 b1 h8 q64 kv64 d64 weights",
           "f16 b1 h8 q64 kv64 d64 scores=raw"})
       CHECK(route_of(line) == route_tile);
