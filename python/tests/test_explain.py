@@ -100,7 +100,7 @@ def predicted(line: str, threads: int = 1, **rates: float) -> predict.Prediction
     return predict.predict(planned, predict.Rates(**known))
 
 
-PREFILL, DECODE = "f32 b1 h8 q512 kv512 d32", "f32 b1 h8 q1 kv4096 d64"
+PREFILL, DECODE = "f32 b1 h8 q512 kv512 d40", "f32 b1 h8 q1 kv4096 d64"
 
 
 def test_twice_the_heads_take_twice_as_long():
@@ -133,8 +133,8 @@ def test_reading_hides_behind_the_rest_in_part():
 
 
 def test_what_is_not_attended_takes_no_time():
-    full, causal = predicted("f32 b1 h8 q2048 kv2048 d32"), predicted("f32 b1 h8 q2048 kv2048 d32 causal")
-    window = predicted("f32 b1 h8 q2048 kv2048 d32 causal window=127,0")
+    full, causal = predicted("f32 b1 h8 q2048 kv2048 d40"), predicted("f32 b1 h8 q2048 kv2048 d40 causal")
+    window = predicted("f32 b1 h8 q2048 kv2048 d40 causal window=127,0")
     assert 0.5 < causal.terms["scores"] / full.terms["scores"] < 0.55
     assert 0.06 < window.terms["scores"] / full.terms["scores"] < 0.1
     assert "mask" not in full.terms and causal.terms["mask"] < window.terms["mask"]
@@ -168,7 +168,7 @@ def test_less_hides_where_what_is_read_lies_far_away():
 
 
 def test_chunks_are_packed_and_stored_each():
-    whole, chunks = predicted("f32 b1 h8 q256 kv2048 d32"), predicted("f32 b1 h8 q128 kv2048 d32")
+    whole, chunks = predicted("f32 b1 h8 q256 kv2048 d40"), predicted("f32 b1 h8 q128 kv2048 d40")
     assert chunks.terms["pack"] > 1.5 * whole.terms["pack"] and chunks.terms["store"] > 1.5 * whole.terms["store"]
 
 
@@ -239,12 +239,12 @@ def words_of(line: str, threads: int = 1) -> dict[str, str]:
 
 
 def test_plans_in_words():
-    said = words_of("f32 b1 h8 q512 kv512 d32 causal")
+    said = words_of("f32 b1 h8 q512 kv512 d40 causal")
     assert said["kernel"].startswith(f"the tile route on {manyhead.isa()}: panels of up to ")
     assert said["K and V"] == "read where they lie, without a copy"
     assert "which nobody attends to" in said["left out"]
-    assert said["work"] == "134 MFLOP: 1,050,624 pairs of query and key x 2 x (32 + 32)"
-    assert said["bytes"] == "2 MiB of Q, K, V and the result, each once"
+    assert said["work"] == "168 MFLOP: 1,050,624 pairs of query and key x 2 x (40 + 40)"
+    assert said["bytes"] == "2.5 MiB of Q, K, V and the result, each once"
     assert "keys" not in said and "twice" not in said
     assert said["tasks"].endswith("on one thread")
 
@@ -253,9 +253,9 @@ def test_plans_in_words_say_what_is_special():
     assert "64 chunks of 512" in words_of("f32 b1 h32/8 q1 kv32768 d128")["keys"]
     assert "for all together" in words_of("f32 b1 h32/8 q1 kv32768 d128")["workspace"]
     assert "again" in words_of("f32 b1 h8 q64 kv64 d64 weights")["twice"]
-    assert "multiple of 1 KiB" in words_of("f32 b1 h16 q384 kv384 d32 bshd")["K and V"]
+    assert "multiple of 1 KiB" in words_of("f32 b1 h16 q384 kv384 d16 bshd")["K and V"]
     assert "are not whole vectors" in words_of("f32 b1 h8 q1 kv64 d7")["K and V"]
-    assert words_of("f32 b1 h64 q512 kv512 d32", threads=2)["tasks"].endswith("times the mean")
+    assert words_of("f32 b1 h64 q512 kv512 d40", threads=2)["tasks"].endswith("times the mean")
 
 
 # --- rates ------------------------------------------------------------------------------------------------------------
@@ -377,7 +377,7 @@ def test_rates_of_a_saved_profile():
         "half way, in factors of 2"
     )
     assert source.rates(_measure.Planned("f64 b1 h8 q1 kv16 d64", threads=1)).arithmetic == 5e10
-    many = source.rates(_measure.Planned("f32 b8 h64 q512 kv512 d32", threads=4))
+    many = source.rates(_measure.Planned("f32 b8 h64 q512 kv512 d40", threads=4))
     assert many.arithmetic == 4e11, "scaled from what there is"
 
 
@@ -476,7 +476,7 @@ def test_limits_of_a_file(fake, capsys, monkeypatch):
         ("f64 b8 h8 q512 kv512 d64", "f32 does twice as many multiply-adds at a time"),
         ("f32 b1 h2 q4 kv4 d8", "one thread is done before a second is awake"),
         ("f32 b1 h8 q64 kv512 d64 weights", "take a second pass: leave them out where nobody reads them"),
-        ("f32 b1 h16 q384 kv384 d32 bshd", "K and V as [batch, heads, length, head_dim] need no copies."),
+        ("f32 b1 h16 q384 kv384 d16 bshd", "K and V as [batch, heads, length, head_dim] need no copies."),
         ("f32 b8 h8 q1 kv8192 d64", "It waits for memory: K and V in bf16 or f16 are fewer bytes."),
         ("f32 b8 h64 q512 kv512 d8", "fewer and larger heads"),
     ],
@@ -534,7 +534,7 @@ def test_one_profile_at_a_time(capsys, monkeypatch):
 
 def test_on_this_machine(capsys):
     """As a user runs it; times are not looked at."""
-    status, out, _ = command(capsys, "f32 b1 h4 q64 kv64 d32", "--run", "--seconds", "0.05", "--json")
+    status, out, _ = command(capsys, "f32 b1 h4 q64 kv64 d40", "--run", "--seconds", "0.05", "--json")
     found = json.loads(out)
     assert status == 0 and found["measured"]["best"] > 0
     assert set(found["predicted"]["terms"]) <= set(found["measured"]["phases"]) | {"task", "call", "read"}
