@@ -103,9 +103,8 @@ struct bf16 {
   }
   static MH_INLINE word_vec narrow(vec<float> f) {
     const word_vec u = xsimd::bitwise_cast<uint32_t>(f);
-    const word_vec rounded = (u + word_vec(0x7fffU) + ((u >> 16) & word_vec(1U))) >> 16;
-    const auto is_nan = (u & word_vec(0x7fffffffU)) > word_vec(0x7f800000U);
-    return xsimd::select(is_nan, (u >> 16) | word_vec(0x40U), rounded);
+    const word_vec rounded = u + word_vec(0x7fffU) + ((u >> 16) & word_vec(1U));
+    return xsimd::select(xsimd::batch_bool_cast<uint32_t>(f == f), rounded, u | word_vec(0x400000U)) >> 16;
   }
   static MH_INLINE void narrow(vec<float> f, uint16_t* p) { store_16(narrow(f), p); }
 };
