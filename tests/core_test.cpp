@@ -279,11 +279,13 @@ TEST_CASE("K and V are copied only where kernels cannot read them in place, or o
     CHECK_MESSAGE(plan_of(line).copy_kv, line);
 }
 
-TEST_CASE("memory is asked for ahead where K and V are not in cache and there is arithmetic to hide it behind") {
+TEST_CASE(
+    "memory is asked for ahead where K and V are not in cache, far from it where there is nothing to hide it behind") {
   for (const char* line : {"f32 b1 h4/1 q1 kv2048 d128", "bf16 b8 h4/2 q2 kv1024 d128", "f16 b1 h4 q1 kv8192 d128",
-                           "f32 b8 h12 q128 kv128 d64"})
+                           "f32 b8 h12 q128 kv128 d64", "f32 b1 h4 q1 kv8192 d128", "f64 b1 h4 q1 kv8192 d128"})
     CHECK_MESSAGE(plan_of(line).prefetch, line);
-  for (const char* line : {"f32 b1 h4/1 q1 kv512 d128", "f32 b1 h4 q1 kv8192 d128", "f32 b1 h2 q512 kv512 d64"})
+  for (const char* line :
+       {"f32 b1 h4/1 q1 kv512 d128", "f32 b1 h12 q1 kv512 d64", "f64 b1 h6 q1 kv512 d64", "f32 b1 h2 q512 kv512 d64"})
     CHECK_MESSAGE(!plan_of(line).prefetch, line);
 }
 
