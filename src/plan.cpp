@@ -45,7 +45,8 @@ int64_t dtype_bytes(int32_t dtype) { return dtype == MH_DTYPE_F64 ? 8 : dtype ==
 // and V. In the time that the tile route takes for a pair of row and key: a pair 0.52 + 14.6 / dims, a key 22.7, a row
 // 15.9. Fitted to 220 shapes of 96 to 300 rows, 64 to 512 keys and heads of 32 to 256, on one thread beside AVX-512: it
 // predicts what the unit gains within 4 % (one standard deviation), and where it errs costs 0.2 % on average. So
-// heads of 64 run on it from 112 x 256 and 128 x 128 on, heads of 32 from 224 x 224, heads of 40 never.
+// most prompts of heads of 64 run on it from 128 x 128 on and of heads of 32 from 256 x 256; lengths a little above a
+// multiple of 32 need more (144 x 144 does not, 300 x 300 does), and heads of 40 never do.
 bool is_faster_on_unit(const problem& p, const dtype_kernels& kernels, double pairs_of_head) {
   const int64_t rows = p.group() * p.q_len, dims = p.head_dim + p.v_dim;
   if (rows < kernels.matrix_rows || p.kv_len < kernels.matrix_keys) return false;

@@ -544,7 +544,6 @@ TEST_CASE_TEMPLATE("add_signed leaves out factors of negative sign, NaN and inf 
   for (int64_t j = 0; j < width; ++j) CHECK(c[j] == (j % 2 == 0 ? T(7) : T(12)));
 }
 
-// see_tile against the definition, for each kind of restriction alone and together.
 TEST_CASE("lines that are needed soon are asked for once each, in order") {
   const char memory[4096] = {};
   lines_ahead ahead;
@@ -565,6 +564,18 @@ TEST_CASE("lines that are needed soon are asked for once each, in order") {
   CHECK(ahead.empty());
   ahead.walk.step();  // nothing is left to ask for
   CHECK(ahead.empty());
+  ahead.add({memory, 64, 64, 1});  // goes on after running empty
+  ahead.walk.turn();
+  CHECK(ahead.walk.at == memory);
+  ahead.clear();
+  CHECK(ahead.empty());
+  for (int i = 0; i < 20; ++i) ahead.add({memory + 64 * i, 64, 64, 1});  // the last of so many are left out
+  int asked = 0;
+  for (ahead.walk.turn(); !ahead.walk.done(); ahead.walk.turn()) {
+    CHECK(ahead.walk.at == memory + 64 * asked++);
+    ahead.walk.step();
+  }
+  CHECK(asked == 8);
 }
 
 TEST_CASE("results are asked for once, with the tile that few of the panel's keys follow") {
@@ -603,6 +614,7 @@ TEST_CASE("results are asked for once, with the tile that few of the panel's key
   CHECK(results_ahead<f32>(c, task, 0, 64, x).rows == 0);
 }
 
+// see_tile against the definition, for each kind of restriction alone and together.
 TEST_CASE_TEMPLATE("visibility bits", T, float, double) {
   std::mt19937 random(21);
   const auto pick = [&](int64_t low, int64_t high) {

@@ -1,6 +1,6 @@
 // Reads tests/problems.txt: problems as src/problem_line.hpp reads them, and words that only tests use (test_case.hpp
 // says what they do):
-//   [extra=<n>] [data=<kind>] [strides=<kind>] [bcast=<some of b h q k>]
+//   [extra=<n>] [data=<kind>] [strides=<kind>] [bcast=<some of b h q k>] [unit]
 #pragma once
 
 #include <algorithm>
@@ -24,6 +24,7 @@ struct problem_line {
   std::string data = "normal";
   std::string strides;
   std::string broadcast;
+  bool on_unit = false;  // a matrix unit takes it, where there is one for the type
 };
 
 // True where the word is one of the tests' own.
@@ -38,6 +39,7 @@ inline bool read_test_word(const std::string& word, problem_line& line) {
       throw std::invalid_argument("no such kind: " + word);
     return true;
   };
+  if (word == "unit") return line.on_unit = true;
   if (std::string digits; value_of("extra", digits)) {
     line.extra_keys = std::stoll(digits);
     return true;

@@ -100,6 +100,7 @@ def predicted(line: str, threads: int = 1, **rates: float) -> predict.Prediction
     return predict.predict(planned, predict.Rates(**known))
 
 
+# Heads of 40 never run on a matrix unit in f32.
 PREFILL, DECODE = "f32 b1 h8 q512 kv512 d40", "f32 b1 h8 q1 kv4096 d64"
 
 
@@ -254,7 +255,7 @@ def test_plans_in_words_say_what_is_special():
     assert "for all together" in words_of("f32 b1 h32/8 q1 kv32768 d128")["workspace"]
     assert "again" in words_of("f32 b1 h8 q64 kv64 d64 weights")["twice"]
     assert "multiple of 1 KiB" in words_of("f32 b1 h16 q384 kv384 d16 bshd")["K and V"]
-    assert "are not whole vectors" in words_of("f32 b1 h8 q1 kv64 d7")["K and V"]
+    assert "are not whole vectors" in words_of("f32 b1 h8 q1 kv64 d3")["K and V"]
     assert words_of("f32 b1 h64 q512 kv512 d40", threads=2)["tasks"].endswith("times the mean")
 
 

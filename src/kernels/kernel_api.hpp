@@ -164,7 +164,7 @@ struct dtype_kernels {
   int64_t (*scratch_bytes[route_count])(const kernel_call*, int64_t block_q);  // of a route's tasks and second pass
   arithmetic_fn arithmetic;
   int64_t flops_of_turn;  // of `arithmetic`
-  // From so many rows (group * q_len) and keys on the matrix route is the faster one, where it exists.
+  // With fewer rows (group * q_len) or keys the matrix route, where it exists, is slower; of f32 see plan.cpp too.
   int32_t matrix_rows, matrix_keys;
 };
 

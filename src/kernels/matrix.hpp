@@ -5,7 +5,7 @@
 // The unit works beside the vectors, but on x86 a core looks only so far ahead. So while it multiplies two panels' scores
 // and values, a turn of weighing a third panel stands between its instructions every 64 of its cycles: of so many keys
 // that most of the panel is weighed in them, as what is left over finds the unit idle. With it go lines to be asked
-// for: of the next rows of Q, the next tile's K and V, the results, and what the next task begins with.
+// for: of the next rows of Q, the next tile's K and V, and the results.
 //
 // What the unit cannot do is left to the tile route, panel by panel: whatever comes out not finite, rows without a weight,
 // whose scores may all have overflowed before they were scaled, panels of tiny results, and Q and K of huge numbers.
@@ -52,7 +52,6 @@ struct matrix_task {
   tile_scratch<T> scratch;  // scores: [2][block_kv][width]
   uint32_t* weights;        // [2][weight_parts][key_steps] blocks
   job jobs[3];              // under way; one after the other, they share two buffers of scores and of weights
-  int64_t last_end = 0;     // of the task's keys
   lines_ahead ahead;
   matrix_unit unit;
 
@@ -223,21 +222,17 @@ struct matrix_task {
     lap(task.clock, has_score_passes(c) || see == visibility::some ? phase_mask : phase_softmax);  // else only maxima
   }
 
-  MH_INLINE void ask_for_rows(const kernel_task& of, int64_t begin, int64_t end) {
-    if (c.group > 1) return;  // not evenly apart
-    ahead.add(
-        rows_ahead<D>(c, c.q, c.q_strides, of.batch, of.kv_head_begin, begin, min_of(end, c.rows) - begin, c.head_dim));
-  }
-  MH_INLINE void ask_for_keys(const kernel_task& of, int64_t begin, int64_t end) {
-    const int64_t keys = min_of(end, c.kv_len) - begin;
-    ahead.add(rows_ahead<D>(c, c.k, c.k_strides, of.batch, of.kv_head_begin, begin, keys, c.head_dim));
-    ahead.add(rows_ahead<D>(c, c.v, c.v_strides, of.batch, of.kv_head_begin, begin, keys, c.v_dim));
-  }
-  MH_INLINE void ask_for_next_task() {
-    if (task.next == nullptr) return;
-    const int64_t begin = first_key(c, *task.next) / c.block_kv * c.block_kv;
-    ask_for_keys(*task.next, begin, begin + c.block_kv);
-    ask_for_rows(*task.next, task.next->row_begin, task.next->row_begin + width);
+  // While a tile is worked on: with the first one the rows of the task's other panels, and keys [begin, end) that come next.
+  // What few panels left of the tile before is too late now.
+  MH_INLINE void ask_for_next(bool first, int64_t begin, int64_t end) {
+    const auto rows_of = [&](const void* base, const int64_t* strides, int64_t from, int64_t rows, int64_t dim) {
+      ahead.add(rows_ahead<D>(c, base, strides, task.batch, operands.kv_head, from, rows, dim));
+    };
+    ahead.clear();
+    if (first && c.group == 1)  // else they do not lie evenly
+      rows_of(c.q, c.q_strides, task.row_begin + width, task.row_end - task.row_begin - width, c.head_dim);
+    rows_of(c.k, c.k_strides, begin, end - begin, c.head_dim);
+    rows_of(c.v, c.v_strides, begin, end - begin, c.v_dim);
   }
 
   // All panels against the keys [begin, end) of a tile. Turn: keys weighed at a time beside the unit. usual: whether the
@@ -270,7 +265,6 @@ struct matrix_task {
       next->weights = weights + count % 2 * weight_parts * operands.key_steps * unit_block;
       ++count;
       ahead.add(results_ahead<D>(c, task, operands.kv_head, end, x));
-      if (i + 1 == panels && end >= last_end) ask_for_next_task();
       multiply_scores<Fast, Turn>(*next, *scored);
       multiply_values<Fast, Turn>(*weighed, *scored);
       weigh_rest<Fast>(*scored);
@@ -300,14 +294,13 @@ struct matrix_task {
     // Tiles hold the same keys whatever the panels of the task, so that results do not depend on task sizes.
     int64_t last = c.extra_keys > 0 ? c.kv_len : at.used;
     if (c.chunks > 1) last = min_of(last, (task.chunk + 1) * c.chunk_keys);
-    end = last_end = min_of(end, last);
+    end = min_of(end, last);
     for (int64_t b = begin / c.block_kv * c.block_kv; b < end; b += c.block_kv) {
       const int64_t tile_end = min_of(b + c.block_kv, last);
       const bool usual = operands.pack_keys(b, tile_end, panels);
       operands.pack_values(b, tile_end);
       lap(task.clock, phase_pack);
-      if (b <= begin) ask_for_rows(task, task.row_begin + width, task.row_end);
-      ask_for_keys(task, tile_end, min_of(tile_end + c.block_kv, end));
+      ask_for_next(b <= begin, tile_end, min_of(tile_end + c.block_kv, end));
       if (takes_short_turns()) {
         attend_tile_in<number::short_turn>(b, tile_end, usual);
       } else {

@@ -184,7 +184,7 @@ struct matrix_operands {
         if (all) {
 #pragma GCC unroll 16
           for (int64_t l = 0; l < w; ++l, row += 2 * c.v_strides[2]) load_pairs<D>(row, row + c.v_strides[2], lines[l]);
-          ask(row, c.v_strides, piece, w);
+          if (d * static_cast<int64_t>(sizeof(storage)) % 64 == 0) ask(row, c.v_strides, piece, w);  // a line once
         }
         for (int64_t l = all ? w : 0; l < w; ++l) {
           const int64_t key = begin + first + 2 * l;

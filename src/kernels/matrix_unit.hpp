@@ -5,8 +5,8 @@
 //   A: [rows][32]     K by keys; V transposed, by dims
 //   B: [32][columns]  Q^T by rows; the weights by rows
 // in an order that is the unit's own: put_row, put_columns and put_weights bring vectors of words there, each word two
-// neighbours along the sum, the even one low. 32 rows of a block of A lie together; blocks of B follow each other.
-// An operand may have parts whose sum it is (dtype.hpp: parts): a value of 16 bits or less of mantissa is exactly the
+// neighbours along the sum, the even one low. 32 rows of a block of A lie together, or `row` apart; blocks of B follow each other.
+// An operand may have parts whose sum it is (unit_number.hpp): a value of 16 bits or less of mantissa is exactly the
 // sum of two bf16.
 //
 // AMX and the plain body: lines of 64 bytes; of A a row's 32 values, of B [16][32][2], a pair for each column.
@@ -87,7 +87,7 @@ MH_INLINE void put_weights(uint32_t* b, int64_t column, int64_t k, const word_ve
 inline constexpr int unit_parts = 3;
 inline constexpr bool unit_takes_rows = false;
 inline constexpr bool unit_takes_memory = true;  // rows of A anywhere, 32 values of a step side by side
-// From so many rows and keys on the unit wins over FMA, by the parts of a number. On one thread, head_dim 64, its speed
+// With fewer rows or keys FMA wins over the unit, by the parts of a number (of three: plan.cpp). On one thread, head_dim 64, its speed
 // beside the tile route's: bf16 10 x 10 0.5, 32 x 16 0.85, 16 x 64 1.1, 32 x 32 1.25, 64 x 64 1.6; f16 in two parts 32 x
 // 32 0.84, 16 x 1024 0.8, 32 x 64 1.0, 32 x 256 1.1; f32 in three 64 x 64 0.9, 64 x 512 1.0, 128 x 128 1.13.
 struct unit_size {

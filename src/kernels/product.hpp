@@ -150,6 +150,7 @@ class lines_ahead {
     if (walk.last == rows_ + most) return;  // so much is never asked for in time
     rows_[walk.last++ - rows_] = x;
   }
+  MH_INLINE void clear() { walk = line_walk(upcoming{}, rows_, rows_); }
   MH_INLINE bool empty() const { return walk.done() && walk.more == walk.last; }
 
   line_walk walk{upcoming{}, rows_, rows_};

@@ -304,7 +304,7 @@ def _words(planned: Planned) -> list[tuple[str, str]]:
 
 def _copies(planned: Planned, shape: Shape) -> str:
     if planned.route == "matrix":
-        return "brought into the unit's order tile by tile, once for each task; V is transposed"
+        return "brought into the unit's order tile by tile, once for each task: V transposed, K unless it is so already"
     if not planned.plan["copies_kv"]:
         return "read where they lie, without a copy"
     if planned.route == "decode":

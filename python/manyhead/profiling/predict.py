@@ -91,7 +91,7 @@ UNIT_LINE = 1.0  # of each line of 64 bytes between L1 and L2: what they exchang
 UNIT_SOFTMAX = 13.0  # also splits each weight in two; most of it is done while the unit multiplies
 UNIT_SOFTMAX_F16 = 22.0  # in two f16, whose conversions are two instructions each
 UNIT_SOFTMAX_F32 = 12.0  # in three bf16
-UNIT_PACK = 8.0  # Q, K, V into the unit's order, V transposed; mostly waiting for L2, which nobody asks ahead
+UNIT_PACK = 8.0  # Q, K, V into the unit's order, V transposed; mostly waiting for L2
 UNIT_STORE = 17.0  # like `store`, but the result is in a cache further away
 UNIT_F16 = ("amx_fp16",)  # these multiply f16 too
 # Of K and V; products for a score and for a value, to be exact; the same with fast_exp. "whole": the unit has the type.
@@ -107,8 +107,7 @@ CALL = 500.0  # checks, workspace
 WAKE = 10_000.0  # the other threads begin and end later: 3 us while they are awake
 
 # Of the shorter of work and reading, the part that does not hide behind the longer. Decode steps ask for lines a tile
-# ahead, in time for those from L3 (0.1 to 0.25); the tile route does not ask for Q and results. Most of what the matrix
-# route waits is in UNIT_PACK.
+# ahead, in time for those from L3 (0.1 to 0.25). Most of what the matrix route waits is in UNIT_PACK.
 EXPOSED = {"decode": 0.2, "tile": 0.4, "matrix": 0.2}
 # Where more is read than is kept nearby, or rows of K and V lie apart, it is too late: 0.3 to 0.7. The hardware's own
 # prefetch follows a row that lies apart to its end only: steps read such rows at 0.5 to 0.85 of the rate.
@@ -278,8 +277,9 @@ def _matrix(planned: Planned, shape: Shape, peak: float) -> dict[str, float]:
         lines = operands * parts * UNIT * UNIT * 2 / LINE + ways * UNIT * UNIT * 4 / LINE
         return panels * products * (ways * UNIT_RESULTS + lines * UNIT_LINE)
 
-    # One or two panels multiply K where it is, if it is of the unit's type.
-    copied = v if whole and shape.rows <= 2 * UNIT and shape.d % UNIT == 0 else d + v
+    # One or two panels multiply K where it is, if it is of the unit's type; on x86.
+    in_place = whole and planned.isa != "neon_bf16" and shape.rows <= 2 * UNIT and shape.d % UNIT == 0
+    copied = v if in_place else d + v
     brought = shape.heads * shape.keys * copied * UNIT * shape.read_again / shape.lanes
     softmax = {("f16", True): UNIT_SOFTMAX_F16, ("f32", False): UNIT_SOFTMAX_F32}.get(
         (planned.dtype, whole), UNIT_SOFTMAX
