@@ -51,13 +51,13 @@ schedule::schedule(const plan& plan, int64_t workers)
     head_pieces_ = rows == 0 ? 0 : (plan.row_blocks - 1) * block_pieces_ + last_pieces_;
     head_tasks_ = head_pieces_ * plan.chunks;
   };
+  const int64_t fair = all_panels / (panels_per_worker * workers_);
   const auto together = [&](const grain& g) {
-    return std::max(all_panels / (panels_per_worker * workers_),
-                    std::min(g.panels, all_panels / (g.tasks_per_worker * workers_)));
+    return std::max(fair, std::min(g.panels, all_panels / (g.tasks_per_worker * workers_)));
   };
   const auto as_many_each = [&] { return blocks(tasks(), workers_) * workers_ * 20 <= tasks() * 21; };
   const bool brings_tiles = plan.kernel == route_matrix || plan.copy_kv;
-  cut(workers_ == 1 ? block_panels : brings_tiles ? together(coarse) : all_panels / (panels_per_worker * workers_));
+  cut(workers_ == 1 ? block_panels : brings_tiles ? together(coarse) : fair);
   if (workers_ > 1 && brings_tiles && !as_many_each()) cut(together(fine));
   last_longest_ = plan.p.causal || plan.p.window_right >= 0;
   if (workers_ > 1 && head_tasks_ > 0)

@@ -127,6 +127,10 @@ struct decode_task {
                 begin * strides[2],
             strides[2]};
   }
+  // The key that a task begins with.
+  MH_INLINE int64_t first_key(const positions& p, const kernel_task& of) const {
+    return max_of(range_of(c, p, of.row_begin / c.group).begin, of.chunk * c.chunk_keys);
+  }
   MH_INLINE rows_at<plain<D>> copied_k(rows_at<D> from, int64_t keys) {
     for (int64_t k = 0; k < keys; ++k) arrange(from.from(k).base, c.k_strides[3], k_copy + k * k_dim);
     return {k_copy, k_dim};
@@ -370,7 +374,7 @@ struct decode_task {
     for (int64_t r = 0; r < rows; ++r) row_max[r] = lowest<T>;
     const key_range first = range_of(c, at, task.row_begin / c.group);
     const key_range last = range_of(c, at, (task.row_end - 1) / c.group);
-    const int64_t begin = first_key(c, task);
+    const int64_t begin = first_key(at, task);
     int64_t end = c.extra_keys > 0 ? c.kv_len : last.end;
     if (c.chunks > 1) end = min_of(end, (task.chunk + 1) * c.chunk_keys);
     int64_t tile = 0;
@@ -413,8 +417,9 @@ struct decode_task {
       if (c.copy_kv) {
         add_all<Careful, false>(copied_v(v, keys), keys, soon{});
       } else if (!Careful && c.prefetch && (t.end < end || task.next != nullptr)) {
-        const rows_at<D> following =
-            t.end < end ? k.from(keys) : in_place(c.k, c.k_strides, *task.next, first_key(c, *task.next));
+        const rows_at<D> following = t.end < end ? k.from(keys)
+                                                 : in_place(c.k, c.k_strides, *task.next,
+                                                            first_key(positions_of(c, task.next->batch), *task.next));
         add_all<Careful, !Careful>(v, keys, as_soon(following));
       } else {
         add_all<Careful, false>(v, keys, soon{});

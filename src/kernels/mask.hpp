@@ -81,11 +81,6 @@ MH_INLINE key_range range_of(const kernel_call& c, const positions& at, int64_t 
   return {max_of(0, r.begin), min_of(at.used, r.end)};
 }
 
-// The key that a task begins with.
-MH_INLINE int64_t first_key(const kernel_call& c, const kernel_task& of) {
-  return max_of(range_of(c, positions_of(c, of.batch), of.row_begin / c.group).begin, of.chunk * c.chunk_keys);
-}
-
 // Bits [begin, end) of a word, for any integers.
 MH_INLINE uint32_t bit_range(int64_t begin, int64_t end) {
   begin = max_of(begin, 0);

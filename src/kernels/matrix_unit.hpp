@@ -87,9 +87,10 @@ MH_INLINE void put_weights(uint32_t* b, int64_t column, int64_t k, const word_ve
 inline constexpr int unit_parts = 3;
 inline constexpr bool unit_takes_rows = false;
 inline constexpr bool unit_takes_memory = true;  // rows of A anywhere, 32 values of a step side by side
-// With fewer rows or keys FMA wins over the unit, by the parts of a number (of three: plan.cpp). On one thread, head_dim 64, its speed
-// beside the tile route's: bf16 10 x 10 0.5, 32 x 16 0.85, 16 x 64 1.1, 32 x 32 1.25, 64 x 64 1.6; f16 in two parts 32 x
-// 32 0.84, 16 x 1024 0.8, 32 x 64 1.0, 32 x 256 1.1; f32 in three 64 x 64 0.9, 64 x 512 1.0, 128 x 128 1.13.
+// With fewer rows or keys FMA wins over the unit, by the parts of a number (of three: plan.cpp). On one thread, head_dim
+// 64, its speed beside the tile route's: bf16 10 x 10 0.5, 32 x 16 0.85, 16 x 64 1.1, 32 x 32 1.25, 64 x 64 1.6; f16 in
+// two parts 32 x 32 0.84, 16 x 1024 0.8, 32 x 64 1.0, 32 x 256 1.1; f32 in three 64 x 64 0.9, 64 x 512 1.0, 128 x 128
+// 1.13.
 struct unit_size {
   int32_t rows, keys;
 };
