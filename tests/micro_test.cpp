@@ -62,21 +62,39 @@ double ulps(T got, double want) {
   return std::abs(static_cast<double>(got) - want) / unit;
 }
 
-template <int Degree>
+template <int Degree, bool Flushed = false>
 void check_exp2(double error) {
   for (float x = -130; x < 9; x += 0.0371F) {
-    vec<float> v[3] = {vec<float>(x), vec<float>(-1.0F), vec<float>(-infinity<float>)};
-    exp2_of<float, 3, Degree>(v);
-    aligned<float> out(3 * lanes<float>);
-    for (int i = 0; i < 3; ++i) v[i].store_aligned(out.get() + i * lanes<float>);
+    vec<float> v[4] = {vec<float>(x), vec<float>(-1.0F), vec<float>(-infinity<float>), vec<float>(std::nanf(""))};
+    {
+      [[maybe_unused]] const flush_denormals flushes;
+      exp2_of<float, 4, Degree, Flushed>(v);
+    }
+    aligned<float> out(4 * lanes<float>);
+    for (int i = 0; i < 4; ++i) v[i].store_aligned(out.get() + i * lanes<float>);
     if (x > -100) CHECK(std::abs(out[0] / std::exp2(static_cast<double>(x)) - 1) < error);
-    if (x < -101.5F) CHECK(out[0] == 0);
+    if (x < (Flushed ? -127 : -101.5F)) CHECK(out[0] == 0);
     CHECK(out[lanes<float>] == 0.5F);
     CHECK(out[2 * lanes<float>] == 0);
+    CHECK(std::isnan(out[3 * lanes<float>]));
   }
 }
-TEST_CASE("exp2 of degree 5, several at once") { check_exp2<5>(4e-7); }
-TEST_CASE("exp2 of degree 3, several at once") { check_exp2<fast_exp2_degree<float>>(1.03e-4); }
+TEST_CASE("exp2 of degree 5, several at once") {
+  check_exp2<5>(4e-7);
+  check_exp2<5, true>(4e-7);
+}
+TEST_CASE("exp2 of degree 3, several at once") {
+  check_exp2<fast_exp2_degree<float>>(1.03e-4);
+  check_exp2<fast_exp2_degree<float>, true>(1.03e-4);
+}
+
+TEST_CASE("denormal results come back when they are no longer flushed") {
+  volatile float least = std::numeric_limits<float>::min();
+  {
+    [[maybe_unused]] const flush_denormals flushes;
+  }
+  CHECK(least / 2 > 0);
+}
 
 // The words of a vector.
 std::vector<uint32_t> words_of(word_vec x) {

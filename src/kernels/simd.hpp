@@ -199,6 +199,16 @@ inline constexpr float exp2_terms<float, 5>[] = {1.32647271957e-3F, 9.6715126397
 template <>
 inline constexpr float exp2_terms<float, 3>[] = {5.50089403987e-2F, 2.42210999131e-1F, 6.93282902241e-1F, 1.0F};
 
+// The same with n = floor(x), f in [0, 1]: 2.1e-9, 8.2e-8 and 8.6e-5. Each term rounded to float before the next is found.
+template <int Degree>
+inline constexpr float exp2_terms_up[] = {
+    2.15659849e-4F, 1.24822883e-3F, 9.67377517e-3F, 5.54861836e-2F, 2.40229085e-1F, 6.93147063e-1F, 1.0F};
+template <>
+inline constexpr float exp2_terms_up<5>[] = {1.86695263e-3F, 9.01748054e-3F, 5.57995141e-2F,
+                                             2.40164593e-1F, 6.93151295e-1F, 1.0F};
+template <>
+inline constexpr float exp2_terms_up<3>[] = {7.70669952e-2F, 2.27645069e-1F, 6.95116758e-1F, 1.0F};
+
 // What follows works on N vectors at once, step by step: one is a chain of a dozen dependent instructions of 4 cycles
 // each, and the scheduler sees too few chains ahead to fill the ports from them.
 
@@ -231,13 +241,59 @@ MH_INLINE void exp2_series(const vec<T> (&x)[N], vec<T> (&p)[N]) {
   }
 }
 
+#if defined(__AVX512DQ__)
+// AVX-512 takes floats apart in one instruction, f = x - floor(x), and puts them together in another, p 2^floor(x): with
+// the comparison 4 instructions less than below. Where results that are denormal become 0 by themselves (flush_denormals)
+// the comparison goes too; elsewhere each of them would cost some 200 cycles.
+template <int N, int Degree, bool Flushed>
+MH_INLINE void exp2_by_floor(vec<float> (&x)[N]) {
+  vec<float> f[N], p[N];
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i) f[i] = _mm512_reduce_ps(x[i], _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i)
+    p[i] = xsimd::fma(vec<float>(exp2_terms_up<Degree>[0]), f[i], vec<float>(exp2_terms_up<Degree>[1]));
+#pragma GCC unroll 16
+  for (int t = 2; t <= Degree; ++t) {
+#pragma GCC unroll 16
+    for (int i = 0; i < N; ++i) p[i] = xsimd::fma(p[i], f[i], vec<float>(exp2_terms_up<Degree>[t]));
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i) {
+    if constexpr (Flushed) {
+      x[i] = _mm512_scalef_ps(p[i], x[i]);
+    } else {
+      const __mmask16 counts = _mm512_cmp_ps_mask(x[i], _mm512_set1_ps(-100), _CMP_NLT_UQ);  // or is NaN
+      x[i] = _mm512_maskz_scalef_ps(counts, p[i], x[i]);
+    }
+  }
+}
+#endif
+
+// While it lives, results that would be denormal are 0.
+class flush_denormals {
+#if defined(__AVX512DQ__)
+ public:
+  flush_denormals() { _mm_setcsr(before_ | _MM_FLUSH_ZERO_ON); }
+  ~flush_denormals() { _mm_setcsr(before_); }
+  flush_denormals(const flush_denormals&) = delete;
+  flush_denormals& operator=(const flush_denormals&) = delete;
+
+ private:
+  const uint32_t before_ = _mm_getcsr();
+#endif
+};
+
 // Within 1 ulp for x in [-100, 127] (double: [-996, 1023]); 0 below, NaN for NaN: multiplying by the power of two
 // (rather than adding exponents) keeps it. It could reach to -126, but sums of such weights times values are denormal,
 // and each multiply-add of one takes some 150 cycles: steep ALiBi slopes took four times as long. Next to a weight of
 // about 1, which every row has, 2^-100 is nothing. The power is made 2^26 too small, and 0 where that has no exponent,
 // the polynomial as much too large: this costs nothing.
-template <class T, int N, int Degree = exp2_degree<T>>
+template <class T, int N, int Degree = exp2_degree<T>, bool Flushed = false>
 MH_INLINE void exp2_of(vec<T> (&x)[N]) {
+#if defined(__AVX512DQ__)
+  if constexpr (sizeof(T) == 4) return exp2_by_floor<N, Degree, Flushed>(x);
+#endif
   constexpr int shift = 26;
   const vec<T> least(static_cast<T>(shift - (sizeof(T) == 4 ? 127 : 1023)));
   vec<T> power[N], p[N];

@@ -12,11 +12,11 @@ namespace {
 // nothing in f32, and most tiles after the first leave the accumulators alone.
 inline constexpr double lazy_rescale = 8.0;
 
-// NV vectors of rows, out of the `Of` of a panel.
-template <class T, int NV, int Of = NV>
+// NV vectors of rows, as many as a panel has.
+template <class T, int NV>
 struct softmax_rows {
   static constexpr int64_t w = lanes<T>;
-  static constexpr int64_t width = Of * w;
+  static constexpr int64_t width = NV * w;
   T* row_max;  // [width], `lowest` before the first key
   T* row_sum;  // [width]
   T* out;      // [v_dim][width]
@@ -47,26 +47,20 @@ struct softmax_rows {
   template <bool Scaled, int AtOnce, int Degree, class Keep>
   MH_INLINE void weigh(const T* s, int64_t keys, T exp_scale, const Keep& keep) const {
     vec<T> sum[NV];
-#pragma GCC unroll 4
-    for (int v = 0; v < NV; ++v) sum[v] = vec<T>(T(0));
-    weigh_on<Scaled, AtOnce, Degree>(s, keys, vec<T>(exp_scale), keep, sum);
-#pragma GCC unroll 4
-    for (int v = 0; v < NV; ++v) (vec<T>::load_aligned(row_sum + v * w) + sum[v]).store_aligned(row_sum + v * w);
-  }
-
-  // The same for some of a tile's keys after others: adds to `sum` one by one, so that it is the same however they are cut.
-  template <bool Scaled, int AtOnce, int Degree, class Keep>
-  MH_INLINE void weigh_on(const T* s, int64_t keys, vec<T> exp_scale, const Keep& keep, vec<T> (&sum)[NV]) const {
     vec<T> top[NV];
+    const vec<T> scale(exp_scale);
 #pragma GCC unroll 4
-    for (int v = 0; v < NV; ++v) top[v] = vec<T>::load_aligned(row_max + v * w);
+    for (int v = 0; v < NV; ++v) {
+      sum[v] = vec<T>(T(0));
+      top[v] = vec<T>::load_aligned(row_max + v * w);
+    }
     const auto few = [&]<int Keys>(int64_t k) MH_INLINE_LAMBDA {
       constexpr int n = Keys * NV;
       vec<T> x[n];
 #pragma GCC unroll 16
       for (int i = 0; i < n; ++i) {
         x[i] = vec<T>::load_aligned(s + (k + i / NV) * width + i % NV * w) - top[i % NV];
-        if constexpr (Scaled) x[i] = x[i] * exp_scale;
+        if constexpr (Scaled) x[i] = x[i] * scale;
       }
       exp2_of<T, n, Degree>(x);
       keep(k, x);
@@ -76,6 +70,8 @@ struct softmax_rows {
     int64_t k = 0;
     for (; k + AtOnce <= keys; k += AtOnce) few.template operator()<AtOnce>(k);
     for (; k < keys; ++k) few.template operator()<1>(k);
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) (vec<T>::load_aligned(row_sum + v * w) + sum[v]).store_aligned(row_sum + v * w);
   }
 
   // Weights in place of the scores.
