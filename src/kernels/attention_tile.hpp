@@ -44,20 +44,9 @@ struct tile_task {
     }
   }
 
-  // What a mask or bias says of a panel's rows and of keys [begin, end).
   MH_INLINE void ask_for(const void* base, const int64_t* strides, int64_t size, const panel<T>& x, int64_t begin,
                          int64_t end) {
-    const int64_t keys = min_of(end, c.kv_len - c.extra_keys) - begin;
-    if (base == nullptr || !c.prefetch || strides[3] != 1 || keys <= 0) return;
-    const int64_t first = x.row / c.group;
-    const int64_t queries = strides[2] == 0 ? 1 : (x.row + x.count - 1) / c.group - first + 1;
-    const int64_t members = strides[1] == 0 ? 1 : c.group;
-    for (int64_t member = 0; member < members; ++member) {
-      const int64_t at_row = task.batch * strides[0] + (kv_head * c.group + member) * strides[1] + first * strides[2];
-      // Rows may begin anywhere in a line.
-      ahead.add({static_cast<const char*>(base) + (at_row + begin) * size, max_of(1, strides[2]) * size,
-                 keys * size + 63, queries});
-    }
+    ask_for_terms<T>(ahead, c, base, strides, size, task.batch, kv_head, x, begin, end);
   }
 
   // A tile of keys, and the panels that take it in turn.

@@ -2,6 +2,8 @@
 // Shared by the first pass (attention_tile.hpp) and the second (weights.hpp).
 #pragma once
 
+#include <utility>
+
 #include "matrix_unit.hpp"
 #include "phases.hpp"
 #include "product.hpp"
@@ -192,6 +194,24 @@ MH_INLINE upcoming results_ahead(const kernel_call& c, const kernel_task& task, 
   return panel_ahead<D>(c, c.out, c.out_strides, task.batch, kv_head, x, c.v_dim);
 }
 
+// Asks for what a mask or bias, of elements of `size` bytes, says of a panel's rows and of keys [begin, end).
+template <class T>
+MH_INLINE void ask_for_terms(lines_ahead& ahead, const kernel_call& c, const void* base, const int64_t* strides,
+                             int64_t size, int64_t batch, int64_t kv_head, const panel<T>& x, int64_t begin,
+                             int64_t end) {
+  const int64_t keys = min_of(end, c.kv_len - c.extra_keys) - begin;
+  if (base == nullptr || !c.prefetch || strides[3] != 1 || keys <= 0) return;
+  const int64_t first = x.row / c.group;
+  const int64_t queries = strides[2] == 0 ? 1 : (x.row + x.count - 1) / c.group - first + 1;
+  const int64_t members = strides[1] == 0 ? 1 : c.group;
+  for (int64_t member = 0; member < members; ++member) {
+    const int64_t at_row = batch * strides[0] + (kv_head * c.group + member) * strides[1] + first * strides[2];
+    // Rows may begin anywhere in a line.
+    ahead.add({static_cast<const char*>(base) + (at_row + begin) * size, max_of(1, strides[2]) * size, keys * size + 63,
+               queries});
+  }
+}
+
 // What rows see of a tile. The words are filled only where positions or masks may hide something.
 template <class T>
 MH_INLINE visibility see_panel(const kernel_call& c, const positions& at, const panel<T>& p, const tile_at& t,
@@ -204,29 +224,31 @@ MH_INLINE visibility see_panel(const kernel_call& c, const positions& at, const 
   return see;
 }
 
-// Everything that changes scores, and their column maxima.
+// Everything that changes scores `s` of the keys of t, and their column maxima, which raise tile_max. The scores are still
+// to be multiplied with `scale`, which the first pass does.
 template <class T, int NV>
-MH_INLINE void change_scores(const kernel_call& c, const positions& at, const tile_at& t, visibility see,
-                             const tile_scratch<T>& scratch) {
+MH_INLINE void change_scores(const kernel_call& c, const row_terms<T>& rows, const tile_at& t, visibility see,
+                             const bits<T>* words, T* s, T* tile_max, double scale = 1) {
   constexpr int64_t w = lanes<T>;
   constexpr int64_t width = NV * w;
-  T* s = scratch.scores;
-  if (c.softcap > 0) softcap_pass<T>(c, s, t.keys() * width);
-  if (c.alibi_slopes != nullptr) alibi_pass_transposed<T>(c, at, t, width, s);
-  if (c.bias != nullptr) bias_pass_transposed<T>(c, t, width, s);
-  if (see == visibility::some) {
-    for (int v = 0; v < NV; ++v) vec<T>(-infinity<T>).store_aligned(scratch.tile_max + v * w);
-    return visibility_pass_transposed<T>(scratch.words, t.keys(), width, s, scratch.tile_max);
+  const auto once = [&] { return std::exchange(scale, 1.0); };
+  if (c.softcap > 0) softcap_pass<T>(c, s, t.keys() * width, once());
+  if (c.alibi_slopes != nullptr) alibi_pass_transposed<T>(c, rows, t, width, s, once());
+  if (c.bias != nullptr) bias_pass_transposed<T>(c, rows, t, width, s, once());
+  if (scale != 1) {
+    const vec<T> factor(static_cast<T>(scale));
+    for (int64_t i = 0; i < t.keys() * width; i += w) (vec<T>::load_aligned(s + i) * factor).store_aligned(s + i);
   }
+  if (see == visibility::some) return visibility_pass_transposed<T>(words, t.keys(), width, s, tile_max);
   vec<T> top[NV];
 #pragma GCC unroll 8
-  for (int v = 0; v < NV; ++v) top[v] = vec<T>(-infinity<T>);
+  for (int v = 0; v < NV; ++v) top[v] = vec<T>::load_aligned(tile_max + v * w);
   for (int64_t key = 0; key < t.keys(); ++key) {
 #pragma GCC unroll 8
     for (int v = 0; v < NV; ++v) top[v] = larger<T>(top[v], vec<T>::load_aligned(s + key * width + v * w));
   }
 #pragma GCC unroll 8
-  for (int v = 0; v < NV; ++v) top[v].store_aligned(scratch.tile_max + v * w);
+  for (int v = 0; v < NV; ++v) top[v].store_aligned(tile_max + v * w);
 }
 
 // What each vector of a panel reaches of a tile, in steps of 16 keys, whole tiles of the product. False: all reach all.
@@ -272,8 +294,8 @@ MH_INLINE visibility scores_of(const kernel_call& c, const positions& at, const 
   if (see == visibility::none) return see;
   const whole_panel<const T, NV> q{p.q};
   const whole_panel<T, NV> s{scratch.scores};
+  for (int v = 0; v < NV; ++v) vec<T>(-infinity<T>).store_aligned(scratch.tile_max + v * lanes<T>);
   if (see == visibility::all && !has_score_passes(c)) {
-    for (int v = 0; v < NV; ++v) vec<T>(-infinity<T>).store_aligned(scratch.tile_max + v * lanes<T>);
     product<product_mode::set_max, NV>(k, q, t.keys(), c.head_dim, s, scratch.tile_max, ahead);
     lap(scratch.clock, phase_scores);
     return see;
@@ -284,7 +306,9 @@ MH_INLINE visibility scores_of(const kernel_call& c, const positions& at, const 
     product<product_mode::set, NV>(k, q, t.keys(), c.head_dim, s, scratch.tile_max, ahead);
   }
   lap(scratch.clock, phase_scores);
-  change_scores<T, NV>(c, at, t, see, scratch);
+  row_terms<T> rows;
+  rows.look_up(c, at, t, p.width());
+  change_scores<T, NV>(c, rows, t, see, scratch.words, scratch.scores, scratch.tile_max);
   lap(scratch.clock, phase_mask);
   return see;
 }

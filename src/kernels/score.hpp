@@ -24,12 +24,14 @@ MH_INLINE bool has_score_passes(const kernel_call& c) {
   return c.softcap > 0 || c.alibi_slopes != nullptr || c.bias != nullptr;
 }
 
+// Passes may be given scores that are still to be multiplied with `scale`: the first one of a tile.
+
 // Any layout: n contiguous scores, n a multiple of the lanes.
 template <class T>
-__attribute__((noinline)) void softcap_pass(const kernel_call& c, T* s, int64_t n) {
+__attribute__((noinline)) void softcap_pass(const kernel_call& c, T* s, int64_t n, double scale = 1) {
   constexpr int64_t w = lanes<T>;
   const vec<T> cap(static_cast<T>(c.softcap));
-  const vec<T> inverse(static_cast<T>(1.0 / c.softcap));
+  const vec<T> inverse(static_cast<T>(scale / c.softcap));
   const auto some = [&]<int N>(T* p) MH_INLINE_LAMBDA {
     vec<T> x[N];
 #pragma GCC unroll 16
@@ -55,24 +57,55 @@ MH_INLINE vec<T> alibi_of(vec<T> s, vec<T> slope, vec<T> distance, bool is_signe
   return xsimd::fnma(slope, is_signed ? distance : xsimd::abs(distance), s);
 }
 
+MH_INLINE int64_t bias_offset(const kernel_call& c, const tile_at& t, const row_of& r) {
+  return t.batch * c.bias_strides[0] + t.head(c, r) * c.bias_strides[1] + r.query * c.bias_strides[2];
+}
+
+// Hands a pass what multiplies a score with `scale`.
+template <class T, class Pass>
+MH_INLINE void with_scale(double scale, const Pass& pass) {
+  if (scale == 1) return pass([](vec<T> x) MH_INLINE_LAMBDA { return x; });
+  const vec<T> factor(static_cast<T>(scale));
+  pass([factor](vec<T> x) MH_INLINE_LAMBDA { return x * factor; });
+}
+
+// What is added to the scores of a panel's rows, looked up once a tile. Passes over some of its keys take the rest from
+// their tile_at.
 template <class T>
-__attribute__((noinline)) void alibi_pass_transposed(const kernel_call& c, const positions& at, const tile_at& t,
-                                                     int64_t width, T* s) {
-  const bool is_signed = c.alibi_mode == MH_ALIBI_SIGNED;
+struct row_terms {
+  int64_t begin;  // of the tile
   alignas(64) T slope[most_lanes];
-  alignas(64) T position[most_lanes];
-  for_each_lane(c, t.row, t.count, width, [&](int64_t l, const row_of& r) {
-    slope[l] = slope_of<T>(c, t, r);
-    position[l] = static_cast<T>(r.query + at.offset - t.begin);  // relative to the tile: exact where it matters
-  });
-  for (int64_t l0 = 0; l0 < width; l0 += lanes<T>) {
-    const vec<T> slopes = load(slope + l0);
-    const vec<T> from = load(position + l0);
-    for (int64_t k = 0; k < t.keys(); ++k) {
-      T* p = s + k * width + l0;
-      store<T>(p, alibi_of<T>(load(p), slopes, from - vec<T>(static_cast<T>(k)), is_signed));
+  alignas(64) T position[most_lanes];  // relative to the tile: exact where it matters
+  int64_t bias[most_lanes];            // where a row's begins
+
+  MH_INLINE void look_up(const kernel_call& c, const positions& at, const tile_at& t, int64_t width) {
+    begin = t.begin;
+    if (c.alibi_slopes != nullptr) {
+      for_each_lane(c, t.row, t.count, width, [&](int64_t l, const row_of& r) {
+        slope[l] = slope_of<T>(c, t, r);
+        position[l] = static_cast<T>(r.query + at.offset - t.begin);
+      });
     }
+    if (c.bias != nullptr)
+      for_each_lane(c, t.row, t.count, width, [&](int64_t l, const row_of& r) { bias[l] = bias_offset(c, t, r); });
   }
+};
+
+template <class T>
+__attribute__((noinline)) void alibi_pass_transposed(const kernel_call& c, const row_terms<T>& rows, const tile_at& t,
+                                                     int64_t width, T* s, double scale = 1) {
+  const bool is_signed = c.alibi_mode == MH_ALIBI_SIGNED;
+  const auto pass = [&](auto scaled) MH_INLINE_LAMBDA {
+    for (int64_t l0 = 0; l0 < width; l0 += lanes<T>) {
+      const vec<T> slopes = load(rows.slope + l0);
+      const vec<T> from = load(rows.position + l0) - vec<T>(static_cast<T>(t.begin - rows.begin));
+      for (int64_t k = 0; k < t.keys(); ++k) {
+        T* p = s + k * width + l0;
+        store<T>(p, alibi_of<T>(scaled(load(p)), slopes, from - vec<T>(static_cast<T>(k)), is_signed));
+      }
+    }
+  };
+  with_scale<T>(scale, pass);
 }
 
 template <class T>
@@ -100,10 +133,6 @@ MH_INLINE vec<T> biased(vec<T> s, vec<T> b) {
   return xsimd::select(b == closed, closed, s + b);
 }
 
-MH_INLINE int64_t bias_offset(const kernel_call& c, const tile_at& t, const row_of& r) {
-  return t.batch * c.bias_strides[0] + t.head(c, r) * c.bias_strides[1] + r.query * c.bias_strides[2];
-}
-
 MH_INLINE int64_t bias_bytes(const kernel_call& c) {
   return c.bias_dtype == MH_DTYPE_F64 ? 8 : c.bias_dtype == MH_DTYPE_F32 ? 4 : 2;
 }
@@ -122,50 +151,54 @@ MH_INLINE const T* bias_row(const kernel_call& c, int64_t offset, int64_t first,
 }
 
 template <class T>
-__attribute__((noinline)) void bias_pass_transposed(const kernel_call& c, const tile_at& t, int64_t width, T* s) {
+__attribute__((noinline)) void bias_pass_transposed(const kernel_call& c, const row_terms<T>& of, const tile_at& t,
+                                                    int64_t width, T* s, double scale = 1) {
   constexpr int64_t w = lanes<T>;
   const int64_t keys = min_of(t.keys(), c.kv_len - c.extra_keys - t.begin);
-  alignas(64) T buffer[w];
   const bool in_place = is_bias_in_place<T>(c);
   const bool one_row = c.bias_strides[2] == 0 && (c.bias_strides[1] == 0 || c.group == 1);
-  int64_t offset[most_lanes];
-  for_each_lane(c, t.row, t.count, width, [&](int64_t l, const row_of& r) { offset[l] = bias_offset(c, t, r); });
-  for (int64_t k0 = 0; k0 < keys; k0 += w) {
-    const int64_t n = min_of(w, keys - k0);
-    if (one_row) {
-      const T* b = bias_row<T>(c, offset[0], t.begin + k0, n, buffer);
-      for (int64_t k = 0; k < n; ++k) {
-        const vec<T> value(b[k]);
-        for (int64_t l = 0; l < width; l += w) {
-          T* p = s + (k0 + k) * width + l;
-          store<T>(p, biased<T>(load(p), value));
+  const auto pass = [&](auto scaled) MH_INLINE_LAMBDA {
+    const auto add = [&](T* p, vec<T> b) MH_INLINE_LAMBDA { store<T>(p, biased<T>(scaled(load(p)), b)); };
+    alignas(64) T buffer[w];
+    for (int64_t k0 = 0; k0 < keys; k0 += w) {
+      const int64_t n = min_of(w, keys - k0);
+      if (one_row) {
+        const T* b = bias_row<T>(c, of.bias[0], t.begin + k0, n, buffer);
+        for (int64_t k = 0; k < n; ++k) {
+          const vec<T> value(b[k]);
+          for (int64_t l = 0; l < width; l += w) add(s + (k0 + k) * width + l, value);
+        }
+        continue;
+      }
+      for (int64_t l0 = 0; l0 < width; l0 += w) {
+        vec<T> rows[w];
+        if (in_place && n == w) {
+          const T* b = static_cast<const T*>(c.bias) + t.begin + k0;
+#pragma GCC unroll 16
+          for (int64_t l = 0; l < w; ++l) rows[l] = load(b + of.bias[l0 + l]);
+        } else {
+          for (int64_t l = 0; l < w; ++l) {
+            const T* b = bias_row<T>(c, of.bias[l0 + l], t.begin + k0, n, buffer);
+            if (b != buffer) memcpy(buffer, b, static_cast<size_t>(n) * sizeof(T));
+            rows[l] = load(buffer);
+          }
+        }
+        transpose<T>(rows);
+        T* p = s + k0 * width + l0;
+        if (n == w) {
+#pragma GCC unroll 16
+          for (int64_t k = 0; k < w; ++k) add(p + k * width, rows[k]);
+        } else {
+          for (int64_t k = 0; k < n; ++k) add(p + k * width, rows[k]);
         }
       }
-      continue;
     }
-    for (int64_t l0 = 0; l0 < width; l0 += w) {
-      vec<T> rows[w];
-      if (in_place && n == w) {
-        const T* b = static_cast<const T*>(c.bias) + t.begin + k0;
-#pragma GCC unroll 16
-        for (int64_t l = 0; l < w; ++l) rows[l] = load(b + offset[l0 + l]);
-      } else {
-        for (int64_t l = 0; l < w; ++l) {
-          const T* b = bias_row<T>(c, offset[l0 + l], t.begin + k0, n, buffer);
-          if (b != buffer) memcpy(buffer, b, static_cast<size_t>(n) * sizeof(T));
-          rows[l] = load(buffer);
-        }
-      }
-      transpose<T>(rows);
-      T* p = s + k0 * width + l0;
-      if (n == w) {
-#pragma GCC unroll 16
-        for (int64_t k = 0; k < w; ++k) store<T>(p + k * width, biased<T>(load(p + k * width), rows[k]));
-      } else {
-        for (int64_t k = 0; k < n; ++k) store<T>(p + k * width, biased<T>(load(p + k * width), rows[k]));
-      }
+    // Extra keys have no bias.
+    if (scale != 1) {
+      for (int64_t i = max_of(keys, 0) * width; i < t.keys() * width; i += w) store<T>(s + i, scaled(load(s + i)));
     }
-  }
+  };
+  with_scale<T>(scale, pass);
 }
 
 template <class T>
