@@ -334,30 +334,31 @@ MH_INLINE vec<T> quotient(vec<T> a, vec<T> b) {
   return a / b;
 }
 
-// tanh(x) = (e - 1) / (e + 1), e = 2^(2 x log2 e) = 2^n (1 + f P(f)), P the polynomial of exp2 without its 1: e - 1 is
+// The smaller of two, NaN where x is NaN, as at_least.
+template <class T>
+MH_INLINE vec<T> at_most(vec<T> high, vec<T> x) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) return _mm512_min_ps(high, x);
+  if constexpr (sizeof(T) == 8) return _mm512_min_pd(high, x);
+#else
+  return xsimd::select(x > high, high, x);
+#endif
+}
+
+// tanh(x / tanh_units) = (e - 1) / (e + 1), e = 2^x = 2^n (1 + f P(f)), P the polynomial of exp2 without its 1: e - 1 is
 // 2^n f P(f) + (2^n - 1), which keeps its relative precision near 0, where n is 0.
+inline constexpr double tanh_units = 2.8853900817779268147;  // 2 log2 e
 template <class T, int N>
 MH_INLINE void tanh_of(vec<T> (&x)[N]) {
-  const vec<T> most(T(90));  // both signs give 1 there
-  const vec<T> two_log2e(static_cast<T>(2.8853900817779268147));
   vec<T> power[N], p[N];
 #pragma GCC unroll 16
-  for (int i = 0; i < N; ++i) x[i] = at_least<T>(vec<T>(T(-90)), x[i] * two_log2e);
-#pragma GCC unroll 16
-  for (int i = 0; i < N; ++i) x[i] = xsimd::select(x[i] > most, most, x[i]);
+  for (int i = 0; i < N; ++i) x[i] = at_most<T>(vec<T>(T(90)), at_least<T>(vec<T>(T(-90)), x[i]));  // gives 1 there
   split_power<T, N>(x, power);
   exp2_series<T, N, exp2_degree<T>, exp2_degree<T>>(x, p);
 #pragma GCC unroll 16
   for (int i = 0; i < N; ++i) x[i] = xsimd::fma(x[i] * p[i], power[i], power[i] - vec<T>(T(1)));
 #pragma GCC unroll 16
   for (int i = 0; i < N; ++i) x[i] = quotient<T>(x[i], x[i] + vec<T>(T(2)));
-}
-
-template <class T>
-MH_INLINE vec<T> tanh_of(vec<T> x) {
-  vec<T> one[1] = {x};
-  tanh_of<T, 1>(one);
-  return one[0];
 }
 
 // W vectors of W lanes, transposed in place. xsimd's own for AVX-512 goes through memory, so here are the usual
