@@ -47,9 +47,11 @@ int64_t dtype_bytes(int32_t dtype) { return dtype == MH_DTYPE_F64 ? 8 : dtype ==
 // predicts what the unit gains within 4 % (one standard deviation), and where it errs costs 0.2 % on average. So
 // most prompts of heads of 64 run on it from 128 x 128 on and of heads of 32 from 256 x 256; lengths a little above a
 // multiple of 32 need more (144 x 144 does not, 300 x 300 does), and heads of 40 never do.
-bool is_faster_on_unit(const problem& p, const dtype_kernels& kernels, double pairs_of_head) {
+bool goes_to_unit(const problem& p, const dtype_kernels& kernels, double pairs_of_head) {
   const int64_t rows = p.group() * p.q_len, dims = p.head_dim + p.v_dim;
   if (rows < kernels.matrix_rows || p.kv_len < kernels.matrix_keys) return false;
+  // Scores over such a cap may be denormal numbers, which that route takes for 0.
+  if (p.softcap > 0 && (p.softcap > 1e30 || std::abs(p.scale) < p.softcap * 1e-36)) return false;
   if (p.dtype != MH_DTYPE_F32) return true;
   const double pairs = pairs_of_head * static_cast<double>(p.group());
   const auto whole = [](int64_t n, int64_t step = 32) { return static_cast<double>(round_up(n, step)); };
@@ -223,10 +225,10 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes) {
   const dtype_kernels& kernels = table.dtype[p.dtype];
   const double pairs = attended_pairs(p);
   const bool has_unit = kernels.attention[route_matrix] != nullptr;
-  plan.kernel = plan.second_pass                                   ? route_tile
-                : rows <= decode_rows                              ? route_decode
-                : has_unit && is_faster_on_unit(p, kernels, pairs) ? route_matrix
-                                                                   : route_tile;
+  plan.kernel = plan.second_pass                              ? route_tile
+                : rows <= decode_rows                         ? route_decode
+                : has_unit && goes_to_unit(p, kernels, pairs) ? route_matrix
+                                                              : route_tile;
   plan.block_kv = keys_of_tile[plan.kernel];
   plan.copy_kv = needs_copy(p, plan.kernel, lanes);
 

@@ -30,7 +30,7 @@ class Core(NamedTuple):
     # Tile route. Shares of the peak: of what is missing, loads that miss L1 and results that are stored take most.
     share: float  # of the multiply-add peak, both products
     single: float  # the same where a panel is only one vector: each number of K and V is loaded for one multiply-add
-    softmax: float  # maximum, exponential (14 instructions), sum: of a vector of scores
+    softmax: float  # maximum, exponential, sum (AVX-512 11 instructions, else 14): of a vector of scores
     pack: float  # scaling and transposing Q: of a vector of it
     store: float  # dividing, transposing and storing: of a vector of the result
     widen: float  # 16-bit K and V made f32, once for each task: of a vector of them
