@@ -78,7 +78,7 @@ struct row_terms {
   alignas(64) T position[most_lanes];  // relative to the tile: exact where it matters
   int64_t bias[most_lanes];            // where a row's begins
 
-  MH_INLINE void look_up(const kernel_call& c, const positions& at, const tile_at& t, int64_t width) {
+  __attribute__((noinline)) void look_up(const kernel_call& c, const positions& at, const tile_at& t, int64_t width) {
     begin = t.begin;
     if (c.alibi_slopes != nullptr) {
       for_each_lane(c, t.row, t.count, width, [&](int64_t l, const row_of& r) {
