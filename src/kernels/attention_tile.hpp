@@ -44,6 +44,7 @@ struct tile_task {
     }
   }
 
+  // What a mask or bias says of a panel's rows and of keys [begin, end).
   MH_INLINE void ask_for(const void* base, const int64_t* strides, int64_t size, const panel<T>& x, int64_t begin,
                          int64_t end) {
     ask_for_terms<T>(ahead, c, base, strides, size, task.batch, kv_head, x, begin, end);

@@ -5,7 +5,7 @@
 // The unit works beside the vectors, but on x86 a core looks only so far ahead. So while it multiplies two panels' scores
 // and values, a turn of weighing a third panel stands between its instructions every 64 of its cycles: of so many keys
 // that most of the panel is weighed in them, as what is left over finds the unit idle. With it go lines to be asked
-// for: of the next rows of Q, the next tile's K and V, and the results.
+// for: of masks and biases, the next rows of Q, the next tile's K and V, and the results.
 //
 // What the unit cannot do is left to the tile route, panel by panel: whatever comes out not finite, rows without a weight,
 // whose scores may all have overflowed before they were scaled, panels of tiny results, and Q and K of huge numbers.
@@ -186,16 +186,23 @@ struct matrix_task {
            number::short_turn_steps;
   }
 
-  // Something to do while the unit multiplies: a turn of weighing, and four lines, as many as this memory brings meanwhile.
+  // A block of results, `to` = or += A B. Meanwhile, turn by turn, a panel is weighed and lines are asked for, four, as many
+  // as this memory brings: first of what masks and biases say.
   template <int Turn, class Weigher>
-  static MH_INLINE auto beside_unit(Weigher& panel, line_walk& next) {
-    return [&panel, &next]() MH_INLINE_LAMBDA {
+  MH_INLINE void multiply(const unit_a& a, const unit_b& b, const unit_terms& terms, int64_t steps, T* to, bool add,
+                          Weigher& panel) {
+    lines_ahead& from = soon.empty() ? ahead : soon;
+    line_walk next = from.walk;
+    next.turn();
+    const auto meanwhile = [&panel, &next]() MH_INLINE_LAMBDA {
       if (!panel.is_done()) panel.template weigh<Turn>();
       if constexpr (asks_ahead) {
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) next.step();
       }
     };
+    unit.product<typename values::format>(a, b, terms, steps, to, width, add, meanwhile);
+    from.walk = next;
   }
 
   template <bool Fast>
@@ -208,9 +215,6 @@ struct matrix_task {
     lap(task.clock, phase_softmax);
   }
 
-  // What masks and biases say is needed before what follows.
-  MH_INLINE lines_ahead& lines() { return soon.empty() ? ahead : soon; }
-
   // A block of keys is changed while the unit works on the next one: what it left is in L1, and it does not pause for
   // long. Beside changing all keys at once: plain 1.0 to 1.02, passes f32 1.04 to 1.1, bf16 1.06 to 1.2.
   template <bool Fast, int Turn>
@@ -221,12 +225,7 @@ struct matrix_task {
     for (int64_t key = 0; key < j.keys; key += unit_rows) {
       unit_a k_at = operands.keys;
       k_at.base += (j.first + key) * k_at.row;
-      lines_ahead& from = lines();
-      line_walk next = from.walk;
-      next.turn();
-      unit.product<typename values::format>(k_at, q_at, number::scores(Fast), steps, j.scores + key * width, width,
-                                            false, beside_unit<Turn>(panel, next));
-      from.walk = next;
+      multiply<Turn>(k_at, q_at, number::scores(Fast), steps, j.scores + key * width, false, panel);
       lap(task.clock, phase_scores);
       if (key > 0) change(j, key - unit_rows);
     }
@@ -241,12 +240,8 @@ struct matrix_task {
     weigher<Fast> panel(*this, meanwhile);
     for (int64_t d = 0; d < operands.v_rows; d += unit_rows) {
       const unit_a v_at{operands.v + j.first / unit_step * step + d * unit_step, steps * step, step, unit_step};
-      lines_ahead& from = lines();
-      line_walk next = from.walk;
-      next.turn();
-      unit.product<typename values::format>(v_at, weights_at, values::terms(Fast), j.keys / unit_step,
-                                            j.x->out + d * width, width, j.x->started, beside_unit<Turn>(panel, next));
-      from.walk = next;
+      multiply<Turn>(v_at, weights_at, values::terms(Fast), j.keys / unit_step, j.x->out + d * width, j.x->started,
+                     panel);
     }
     panel.put_back();
     j.x->started = true;

@@ -2,8 +2,6 @@
 // Shared by the first pass (attention_tile.hpp) and the second (weights.hpp).
 #pragma once
 
-#include <utility>
-
 #include "matrix_unit.hpp"
 #include "phases.hpp"
 #include "product.hpp"
@@ -231,7 +229,11 @@ MH_INLINE void change_scores(const kernel_call& c, const row_terms<T>& rows, con
                              const bits<T>* words, T* s, T* tile_max, double scale = 1) {
   constexpr int64_t w = lanes<T>;
   constexpr int64_t width = NV * w;
-  const auto once = [&] { return std::exchange(scale, 1.0); };
+  const auto once = [&] {
+    const double first = scale;
+    scale = 1;
+    return first;
+  };
   if (c.softcap > 0) softcap_pass<T>(c, s, t.keys() * width, once());
   if (c.alibi_slopes != nullptr) alibi_pass_transposed<T>(c, rows, t, width, s, once());
   if (c.bias != nullptr) bias_pass_transposed<T>(c, rows, t, width, s, once());
@@ -251,7 +253,7 @@ MH_INLINE void change_scores(const kernel_call& c, const row_terms<T>& rows, con
   for (int v = 0; v < NV; ++v) top[v].store_aligned(tile_max + v * w);
 }
 
-// The same for a whole tile. A function of its own: within the task's, compilers with sanitizers take half an hour.
+// The same for a whole tile. A function of its own: within the task's, g++ with sanitizers was not done in 17 minutes.
 template <class T, int NV>
 __attribute__((noinline)) void change_tile(const kernel_call& c, const positions& at, const tile_at& t, visibility see,
                                            const tile_scratch<T>& scratch) {

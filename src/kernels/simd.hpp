@@ -226,18 +226,17 @@ MH_INLINE void split_power(vec<T> (&x)[N], vec<T> (&power)[N]) {
     power[i] = xsimd::bitwise_cast<T>(xsimd::bitwise_cast<bits<T>>(power[i]) << (sizeof(T) == 4 ? 23 : 52));
 }
 
-// The polynomial, of its first `Terms` terms, times 2^Shift.
-template <class T, int N, int Degree, int Terms, int Shift = 0>
-MH_INLINE void exp2_series(const vec<T> (&x)[N], vec<T> (&p)[N]) {
+// The polynomial with the first `Terms` terms of `Of`, times 2^Shift.
+template <const auto& Of, int Terms, int Shift = 0, class T, int N>
+MH_INLINE void exp2_series(const xsimd::batch<T, MH_ARCH> (&x)[N], xsimd::batch<T, MH_ARCH> (&p)[N]) {
   using B = vec<T>;
   constexpr T up = static_cast<T>(int64_t{1} << Shift);
 #pragma GCC unroll 16
-  for (int i = 0; i < N; ++i)
-    p[i] = xsimd::fma(B(exp2_terms<T, Degree>[0] * up), x[i], B(exp2_terms<T, Degree>[1] * up));
+  for (int i = 0; i < N; ++i) p[i] = xsimd::fma(B(Of[0] * up), x[i], B(Of[1] * up));
 #pragma GCC unroll 16
   for (int t = 2; t < Terms; ++t) {
 #pragma GCC unroll 16
-    for (int i = 0; i < N; ++i) p[i] = xsimd::fma(p[i], x[i], B(exp2_terms<T, Degree>[t] * up));
+    for (int i = 0; i < N; ++i) p[i] = xsimd::fma(p[i], x[i], B(Of[t] * up));
   }
 }
 
@@ -247,17 +246,11 @@ MH_INLINE void exp2_series(const vec<T> (&x)[N], vec<T> (&p)[N]) {
 // the comparison goes too; elsewhere each of them would cost some 200 cycles.
 template <int N, int Degree, bool Flushed>
 MH_INLINE void exp2_by_floor(vec<float> (&x)[N]) {
+  static_assert(sizeof(exp2_terms_up<Degree>) == (Degree + 1) * sizeof(float), "there are terms of this degree");
   vec<float> f[N], p[N];
 #pragma GCC unroll 16
   for (int i = 0; i < N; ++i) f[i] = _mm512_reduce_ps(x[i], _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-#pragma GCC unroll 16
-  for (int i = 0; i < N; ++i)
-    p[i] = xsimd::fma(vec<float>(exp2_terms_up<Degree>[0]), f[i], vec<float>(exp2_terms_up<Degree>[1]));
-#pragma GCC unroll 16
-  for (int t = 2; t <= Degree; ++t) {
-#pragma GCC unroll 16
-    for (int i = 0; i < N; ++i) p[i] = xsimd::fma(p[i], f[i], vec<float>(exp2_terms_up<Degree>[t]));
-  }
+  exp2_series<exp2_terms_up<Degree>, Degree + 1>(f, p);
 #pragma GCC unroll 16
   for (int i = 0; i < N; ++i) {
     if constexpr (Flushed) {
@@ -300,7 +293,7 @@ MH_INLINE void exp2_of(vec<T> (&x)[N]) {
 #pragma GCC unroll 16
   for (int i = 0; i < N; ++i) x[i] = at_least<T>(least, x[i]);
   split_power<T, N, shift>(x, power);
-  exp2_series<T, N, Degree, Degree + 1, shift>(x, p);
+  exp2_series<exp2_terms<T, Degree>, Degree + 1, shift>(x, p);
 #pragma GCC unroll 16
   for (int i = 0; i < N; ++i) x[i] = p[i] * power[i];
 }
@@ -354,7 +347,7 @@ MH_INLINE void tanh_of(vec<T> (&x)[N]) {
 #pragma GCC unroll 16
   for (int i = 0; i < N; ++i) x[i] = at_most<T>(vec<T>(T(90)), at_least<T>(vec<T>(T(-90)), x[i]));  // gives 1 there
   split_power<T, N>(x, power);
-  exp2_series<T, N, exp2_degree<T>, exp2_degree<T>>(x, p);
+  exp2_series<exp2_terms<T, exp2_degree<T>>, exp2_degree<T>>(x, p);
 #pragma GCC unroll 16
   for (int i = 0; i < N; ++i) x[i] = xsimd::fma(x[i] * p[i], power[i], power[i] - vec<T>(T(1)));
 #pragma GCC unroll 16
