@@ -76,7 +76,7 @@ void merge_rows(const mh_merge& m, merge_args args, const array& out, void* out_
   constexpr int64_t block_values = 1 << 16;
   rows_work work = {current_isa().dtype[m.dtype].merge, args, m.batch * m.heads * m.q_len, 0};
   work.block = std::max<int64_t>(block_values / std::max<int64_t>(m.states, 1) / m.v_dim, 1);
-  const auto run_block = [](void* arg, int64_t index) {
+  const auto run_block = [](void* arg, int64_t index, int64_t) {
     const auto& w = *static_cast<const rows_work*>(arg);
     w.merge(&w.args, index * w.block, std::min(w.rows, (index + 1) * w.block));
   };

@@ -172,6 +172,7 @@ linear<Real> pack_linear(const kernel_table& table, const array& matrix, const c
   for (int64_t row = 0; row < to.out(); ++row) {
     to.set_row(row, from + row / dim * matrix.strides[0] + row % dim * matrix.strides[1], matrix.strides[2]);
   }
+  to.finish();
   return to;
 }
 
@@ -247,7 +248,7 @@ void copy_rows(const Real* from, const int64_t* from_strides, Real* to, const in
   copy_work work{from, to, from_strides, to_strides, dims, (dims[1] + block - 1) / block};
   parallel_for(
       dims[0] * work.blocks, exec, watched, phase_pack,
-      [](void* arg, int64_t task) {
+      [](void* arg, int64_t task, int64_t) {
         const copy_work& w = *static_cast<const copy_work*>(arg);
         const int64_t b = task / w.blocks, begin = task % w.blocks * block;
         for (int64_t r = begin; r < std::min(begin + block, w.dims[1]); ++r) {

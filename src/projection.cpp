@@ -2,10 +2,13 @@
 #include "projection.hpp"
 
 #include <algorithm>
+#include <numeric>
+#include <utility>
 
 #include "plan.hpp"
 #include "pool.hpp"
 #include "scheduler.hpp"
+#include "thread_memory.hpp"
 
 namespace manyhead {
 namespace {
@@ -20,10 +23,13 @@ constexpr double us_of_task = 20;
 // Rows of a task: few enough that their x (192 x 768 x 4 bytes) stays in L2 for all panels, enough that reading a panel
 // costs nothing. A multiple of what tiles have (product.hpp): 8 rows with AVX-512 and NEON, 6 with AVX2 and SSE2.
 constexpr int64_t most_rows = 192, row_step = 24;
+// On the matrix unit, which takes outputs by 32, and rows, and packs x for each task: as long as 32 outputs take.
+constexpr int64_t unit_outputs = 32, most_unit_rows = 128, least_unit_outputs = 192, unit_tasks_per_thread = 3;
 
-// Rows of batch entries that follow each other at one stride are rows of one entry.
+// Rows of batch entries that follow each other at one stride are rows of one entry; what they run on is settled before.
 template <class Real>
 product<Real> flat(product<Real> p) {
+  p.on_unit = p.w->on_unit(p.rows);
   if (p.rows == 1) {
     p.rows = p.batch;
     p.x_strides[1] = p.x_strides[0];
@@ -44,16 +50,23 @@ struct cut {
   double us = 0;                   // of it all
 
   template <class Real>
-  explicit cut(const product<Real>& p) {
+  cut(const product<Real>& p, int64_t threads) {
     const int64_t rows = p.batch * p.rows, panels = p.w->panels();
     if (rows == 0) return;
-    block = round_up(blocks(rows, blocks(rows, most_rows)), rows <= most_rows ? 1 : row_step);
+    const int64_t most = p.on_unit ? most_unit_rows : most_rows, step = p.on_unit ? unit_outputs : row_step;
+    block = round_up(blocks(rows, blocks(rows, most)), rows <= most ? 1 : step);
     blocks_ = blocks(rows, block);
-    const double bytes = static_cast<double>(p.w->panel_bytes());
-    const double of_panel = expected_us(2 * bytes / sizeof(Real) * static_cast<double>(block), bytes);
-    group = std::min(static_cast<int64_t>(us_of_task / of_panel) + 1, panels);
-    groups = blocks(panels, group);
+    const double bytes = static_cast<double>(p.w->panel_bytes()), flops = 2 * bytes / sizeof(Real);
+    const double of_panel = expected_us(flops * static_cast<double>(block) / (p.on_unit ? 2 : 1), bytes);
     us = of_panel * static_cast<double>(panels * blocks_);
+    if (p.on_unit) {
+      const int64_t least = round_up(blocks(least_unit_outputs, p.w->width()), p.w->unit_panels());
+      const int64_t wanted = blocks(unit_tasks_per_thread * threads, blocks_);
+      group = std::min(std::max(round_up(blocks(panels, wanted), p.w->unit_panels()), least), panels);
+    } else {
+      group = std::min(static_cast<int64_t>(us_of_task / of_panel) + 1, panels);
+    }
+    groups = blocks(panels, group);
   }
   int64_t tasks() const noexcept { return blocks_ * groups; }
 };
@@ -66,20 +79,29 @@ int64_t spread_out(int64_t i, int64_t n, int64_t threads) {
   return thread * (n / threads) + std::min(thread, n % threads) + i / threads;
 }
 
+// `scratch` is for the matrix unit.
 template <class Real>
-void run_task(const product<Real>& p, const cut& c, int64_t task, int64_t threads) {
-  const int64_t width = p.w->width();
+void run_task(const product<Real>& p, const cut& c, int64_t task, int64_t threads, char* scratch) {
   const int64_t begin = task / c.groups * c.block, end = std::min(begin + c.block, p.batch * p.rows);
   const int64_t first = spread_out(task % c.groups, c.groups, threads) * c.group,
                 last = std::min(first + c.group, p.w->panels());
-  for (int64_t panel = first; panel < last; ++panel) {
+  const auto for_entries = [&](const auto& run) {
     int64_t rows;
     for (int64_t row = begin; row < end; row += rows) {
       const int64_t entry = row / p.rows, i = row % p.rows;
       rows = std::min(end - row, p.rows - i);
-      p.w->run(panel, rows, p.x + entry * p.x_strides[0] + i * p.x_strides[1], p.x_strides[1],
-               p.y + entry * p.y_strides[0] + i * p.y_strides[1] + panel * width, p.y_strides[1]);
+      run(rows, p.x + entry * p.x_strides[0] + i * p.x_strides[1], p.y + entry * p.y_strides[0] + i * p.y_strides[1]);
     }
+  };
+  if (p.on_unit) {
+    return for_entries([&](int64_t rows, const Real* x, Real* y) {
+      p.w->run_on_unit(first, last, rows, x, p.x_strides[1], y, p.y_strides[1], scratch);
+    });
+  }
+  for (int64_t panel = first; panel < last; ++panel) {
+    for_entries([&](int64_t rows, const Real* x, Real* y) {
+      p.w->run(panel, rows, x, p.x_strides[1], y + panel * p.w->width(), p.y_strides[1]);
+    });
   }
 }
 
@@ -87,17 +109,24 @@ template <class Real>
 struct work {
   const product<Real>* products;
   int64_t threads;
+  char* scratch;  // of each worker
+  int64_t scratch_bytes;
 
-  static void run(void* self, int64_t task) {
+  static void run(void* self, int64_t task, int64_t worker) {
     const work& w = *static_cast<const work*>(self);
     for (const product<Real>* user = w.products;; ++user) {
       const product<Real> p = flat(*user);
-      const cut c(p);
-      if (task < c.tasks()) return run_task(p, c, task, w.threads);
+      const cut c(p, w.threads);
+      if (task < c.tasks()) return run_task(p, c, task, w.threads, w.scratch + worker * w.scratch_bytes);
       task -= c.tasks();
     }
   }
 };
+
+thread_memory& kept_memory() {
+  thread_local thread_memory kept;
+  return kept;
+}
 
 }  // namespace
 
@@ -107,6 +136,7 @@ linear<Real>::linear(const kernel_table& table, int64_t out, int64_t in) : out_(
   width_ = table.linear_width[f64];
   lanes_ = f64 ? table.lanes / 2 : table.lanes;
   kernel_ = table.linear[f64];
+  if (!f64) unit_ = table.linear_unit;
   const int64_t columns = round_up(out, lanes_);
   int64_t size;
   if (__builtin_mul_overflow(columns, in, &size)) throw std::bad_alloc();
@@ -138,6 +168,53 @@ void linear<Real>::set_bias(const Real* from) noexcept {
 }
 
 template <class Real>
+void linear<Real>::finish() {
+  if constexpr (sizeof(Real) == sizeof(float)) {
+    if (unit_.run == nullptr || std::min(in_, out_) < unit_.least_size) return;
+    buffer<uint32_t> packed(unit_.weight_words(out_, in_));
+    if (unit_.pack_weights(weight_.get(), out_, in_, packed.get())) unit_weight_ = std::move(packed);
+  }
+}
+
+template <class Real>
+bool linear<Real>::on_unit(int64_t rows_of_entry) const noexcept {
+  return unit_weight_.get() != nullptr && rows_of_entry >= unit_.least_rows;
+}
+
+template <class Real>
+int64_t linear<Real>::unit_panels() const noexcept {
+  return std::lcm(width_, unit_outputs) / width_;
+}
+
+template <class Real>
+int64_t linear<Real>::unit_scratch_bytes(int64_t rows) const noexcept {
+  return unit_.row_bytes(rows, in_) + round_up(rows, 64);
+}
+
+template <class Real>
+void linear<Real>::run_on_unit(int64_t first, int64_t last, int64_t rows, const Real* x, int64_t x_stride, Real* y,
+                               int64_t y_stride, char* scratch) const {
+  const int64_t column = first * width_;
+  linear_unit_args a = {};
+  a.x = x;
+  a.x_stride = x_stride;
+  a.rows = rows;
+  a.in = in_;
+  a.weights = unit_weight_.get() + unit_.weight_words(column, in_);
+  a.bias = bias_.get() + column;
+  a.y = y + column;
+  a.y_stride = y_stride;
+  a.columns = std::min(last * width_, out_) - column;
+  a.scratch = scratch;
+  a.left = reinterpret_cast<uint8_t*>(scratch + unit_.row_bytes(rows, in_));
+  unit_.run(&a);
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t panel = first; a.left[row] != 0 && panel < last; ++panel)
+      run(panel, 1, x + row * x_stride, x_stride, y + row * y_stride + panel * width_, y_stride);
+  }
+}
+
+template <class Real>
 void linear<Real>::run(int64_t panel, int64_t rows, const Real* x, int64_t x_stride, Real* y, int64_t y_stride) const {
   linear_args a = {};
   a.x = x;
@@ -154,18 +231,23 @@ void linear<Real>::run(int64_t panel, int64_t rows, const Real* x, int64_t x_str
 
 template <class Real>
 void multiply(const product<Real>* products, int64_t count, const mh_exec& exec, const watched_call& watched) {
-  int64_t tasks = 0;
-  double us = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    const cut c(flat(products[i]));
-    tasks += c.tasks();
-    us += c.us;
-  }
   mh_exec limited = exec;
   limited.threads = wanted_threads(exec.threads);
+  double us = 0;
+  for (int64_t i = 0; i < count; ++i) us += cut(flat(products[i]), limited.threads).us;
   const double worth = std::max(1.0, us / us_of_thread);
   if (worth < limited.threads) limited.threads = static_cast<int32_t>(worth);
-  work<Real> all{products, limited.threads};
+
+  work<Real> all{products, limited.threads, nullptr, 0};
+  int64_t tasks = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const product<Real> p = flat(products[i]);
+    const cut c(p, limited.threads);
+    tasks += c.tasks();
+    if (p.on_unit) all.scratch_bytes = std::max(all.scratch_bytes, p.w->unit_scratch_bytes(c.block));
+  }
+  const borrowed_memory scratch(kept_memory(), all.scratch_bytes * usable_threads(limited));
+  all.scratch = scratch.get();
   parallel_for(tasks, limited, watched, phase_project, work<Real>::run, &all);
 }
 

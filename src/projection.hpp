@@ -2,6 +2,10 @@
 // (src/kernels/linear.hpp). A row of y depends on its row of x alone, to the bit, so rows and outputs may be cut into
 // tasks anywhere, rows of all batch entries may share a task, and the number of threads changes nothing.
 //
+// Where there is a matrix unit for floats (src/kernels/linear_unit.hpp), many rows of a batch entry go there, and weights
+// are packed for it, too: few rows, which take as long as reading W does, would be slower with the larger numbers of the
+// unit. So bits depend on how many rows an entry has: fewer than linear_unit_kernels::least_rows or not.
+//
 // Why not OpenBLAS: it packs the weights in every call, sums a row in another order for another number of rows (its
 // Haswell and Zen kernels also for another place of the row), and its flavours differ in how, or whether, several
 // threads may call it at once. docs/performance.md has the figures.
@@ -47,7 +51,7 @@ constexpr int64_t row_stride(int64_t columns) noexcept {
 }
 
 // W [out, in] and b [out], packed into panels of `width` outputs, [in][width] each, the last one [in][as many vectors
-// as it needs]. No bias is a bias of zeros. Weights are set row by row before the first product.
+// as it needs]. No bias is a bias of zeros. Weights are set row by row, and finished, before the first product.
 template <class Real>
 class linear {
  public:
@@ -62,15 +66,25 @@ class linear {
 
   void set_row(int64_t row, const Real* from, int64_t stride) noexcept;
   void set_bias(const Real* from) noexcept;
+  void finish();
   // The outputs of one panel, for `rows` rows; y is where the panel's first output goes.
   void run(int64_t panel, int64_t rows, const Real* x, int64_t x_stride, Real* y, int64_t y_stride) const;
+
+  // Products on the matrix unit: of panels [first, last), both multiples of unit_panels unless last is the end.
+  bool on_unit(int64_t rows_of_entry) const noexcept;
+  int64_t unit_panels() const noexcept;
+  int64_t unit_scratch_bytes(int64_t rows) const noexcept;
+  void run_on_unit(int64_t first, int64_t last, int64_t rows, const Real* x, int64_t x_stride, Real* y,
+                   int64_t y_stride, char* scratch) const;
 
  private:
   int64_t padded(int64_t panel) const noexcept;  // its columns in memory
 
   int64_t out_ = 0, in_ = 0, width_ = 1, lanes_ = 1;
   linear_fn kernel_ = nullptr;
+  linear_unit_kernels unit_ = {};
   buffer<Real> weight_, bias_;
+  buffer<uint32_t> unit_weight_;  // none: not for the unit
 };
 
 // y[batch, rows, out] = x[batch, rows, in] W^T + b. The elements of a row lie next to each other; the strides of batch
@@ -83,6 +97,7 @@ struct product {
   int64_t x_strides[2];  // [batch, rows]
   Real* y;
   int64_t y_strides[2];
+  bool on_unit = false;  // set by multiply()
 };
 
 // All products of the list, on at most exec.threads threads and no more than their size is worth. No y overlaps

@@ -287,8 +287,8 @@ void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec, const
   }
 }
 
-void parallel_for(int64_t n, const mh_exec& exec, const watched_call& watched, phase what, mh_task_fn fn, void* arg) {
-  for_each(n, usable_threads(exec), exec, watched, what, [=](const turn& now) { fn(arg, now.index); });
+void parallel_for(int64_t n, const mh_exec& exec, const watched_call& watched, phase what, item_fn fn, void* arg) {
+  for_each(n, usable_threads(exec), exec, watched, what, [=](const turn& now) { fn(arg, now.index, now.worker); });
 }
 
 }  // namespace manyhead

@@ -23,6 +23,7 @@
 #include "json.hpp"
 #include "machine.hpp"
 #include "plan.hpp"
+#include "pool.hpp"
 #include "profile.hpp"
 #include "registry.hpp"
 #include "schedule.hpp"
@@ -594,14 +595,26 @@ TEST_CASE("one plan serves several callers at once") {
   }
 }
 
-TEST_CASE("parallel_for calls each index once") {
+TEST_CASE("parallel_for calls each index once, and no worker twice at a time") {
+  struct calls {
+    std::vector<std::atomic<int>> of_item, of_worker;
+    std::atomic<int> shared{0};
+  };
   for (const int64_t n : {0, 1, 2, 1000}) {
-    std::vector<std::atomic<int>> calls(static_cast<size_t>(n));
+    const mh_exec exec = exec_of(3);
+    calls all{std::vector<std::atomic<int>>(static_cast<size_t>(n)),
+              std::vector<std::atomic<int>>(static_cast<size_t>(usable_threads(exec)))};
     parallel_for(
-        n, exec_of(0), watched_call(), phase_project,
-        [](void* arg, int64_t i) { ++(*static_cast<std::vector<std::atomic<int>>*>(arg))[static_cast<size_t>(i)]; },
-        &calls);
-    for (const auto& count : calls) CHECK(count == 1);
+        n, exec, watched_call(), phase_project,
+        [](void* arg, int64_t item, int64_t worker) {
+          calls& c = *static_cast<calls*>(arg);
+          ++c.of_item[static_cast<size_t>(item)];
+          if (++c.of_worker.at(static_cast<size_t>(worker)) != 1) ++c.shared;
+          --c.of_worker[static_cast<size_t>(worker)];
+        },
+        &all);
+    for (const auto& count : all.of_item) CHECK(count == 1);
+    CHECK(all.shared == 0);
   }
 }
 

@@ -148,6 +148,28 @@ struct linear_args {
 };
 using linear_fn = void (*)(const linear_args*);
 
+// The same for outputs of several panels on a matrix unit, which multiplies numbers of its own: f32 only.
+struct linear_unit_args {
+  const void* x;
+  int64_t x_stride;
+  int64_t rows, in;
+  const void* weights;  // as pack_weights leaves them, from a multiple of 32 outputs on
+  const void* bias;     // [columns]
+  void* y;
+  int64_t y_stride;
+  int64_t columns;
+  void* scratch;  // row_bytes(rows, in), 64-byte aligned
+  uint8_t* left;  // [rows]: 1 = of numbers that are not for the unit; its y holds anything
+};
+struct linear_unit_kernels {
+  void (*run)(const linear_unit_args*);  // NULL: there is no unit
+  int64_t (*row_bytes)(int64_t rows, int64_t in);
+  int64_t (*weight_words)(int64_t out, int64_t in);
+  // From the panels of linear_fn. False: of numbers that are not for the unit.
+  bool (*pack_weights)(const float* panels, int64_t out, int64_t in, uint32_t* to);
+  int64_t least_rows, least_size;  // with fewer rows, inputs or outputs linear_fn is as fast
+};
+
 // What a core can do at most, for profiles: `turns` turns of a loop of independent multiply-adds on the unit that the
 // kernels of a dtype use, and reading memory, a multiple of 512 bytes, with whole vectors. Both return something that
 // depends on all of it.
@@ -177,6 +199,7 @@ struct kernel_table {
   dtype_kernels dtype[4];   // by mh_dtype
   int32_t linear_width[2];  // outputs of a whole panel of packed weights: [0] float, [1] double
   linear_fn linear[2];
+  linear_unit_kernels linear_unit;
   read_fn read;
 };
 
