@@ -152,29 +152,38 @@ __attribute__((noinline)) visibility see_tile(const kernel_call& c, const positi
     }
   }
 
-  if (c.mask != nullptr && masked > 0) {
-    const uint8_t* base = c.mask + batch * c.mask_strides[0] + begin * c.mask_strides[3];
+  const bool has_mask = c.mask != nullptr && masked > 0;
+  alignas(64) bits<T> open[most_words][most_lanes];
+  if (has_mask) {
+    const uint8_t* const base = c.mask + batch * c.mask_strides[0] + begin * c.mask_strides[3];
+    const int64_t stride = c.mask_strides[3], whole = stride == 1 ? masked / word_keys : 0;
     const uint8_t* last = nullptr;
-    bits<T> open[most_words];
     for_each_lane(c, row, count, width, [&](int64_t l, const row_of& r) MH_INLINE_LAMBDA {
-      const uint8_t* mask = base + (kv_head * c.group + r.member) * c.mask_strides[1] + r.query * c.mask_strides[2];
-      for (int64_t i = 0, first = 0; i < n; ++i, first += word_keys) {
-        if (mask != last) {
-          open[i] = extra[i];
-          if (first < masked)
-            open[i] |=
-                nonzero_bytes(mask + first * c.mask_strides[3], c.mask_strides[3], min_of(word_keys, masked - first));
-        }
-        words[i * width + l] &= open[i];
+      const uint8_t* const mask =
+          base + (kv_head * c.group + r.member) * c.mask_strides[1] + r.query * c.mask_strides[2];
+      if (mask == last) {  // many lanes may share it
+        for (int64_t i = 0; i < n; ++i) open[i][l] = open[i][l - 1];
+        return;
       }
       last = mask;
+      for (int64_t i = 0; i < whole; ++i) open[i][l] = nonzero_bytes(mask + i * word_keys, 1, word_keys);
+      for (int64_t i = whole; i < n; ++i) {
+        const int64_t first = i * word_keys;
+        open[i][l] = extra[i];
+        if (first < masked)
+          open[i][l] |= nonzero_bytes(mask + first * stride, stride, min_of(word_keys, masked - first));
+      }
     });
   }
 
   U any(bits<T>(0)), hidden(bits<T>(0));
   for (int64_t i = 0; i < n; ++i) {
     for (int64_t l = 0; l < width; l += lanes<T>) {
-      const U word = U::load_unaligned(words + i * width + l);
+      U word = U::load_unaligned(words + i * width + l);
+      if (has_mask) {
+        word = word & U::load_aligned(open[i] + l);
+        word.store_unaligned(words + i * width + l);
+      }
       any = any | word;
       hidden = hidden | (word ^ U(full[i]));
     }

@@ -260,8 +260,8 @@ struct matrix_task {
     t.begin = min_of(j.t.begin + first, j.t.end);
     t.end = min_of(t.begin + unit_rows, j.t.end);
     T* const s = j.scores + first * width;
-    change_scores<T, NV>(c, row_changes, t, j.see, scratch.words + first / word_keys * width, s, scratch.tile_max,
-                         c.q_scale);
+    change_scores<T, NV, false>(c, row_changes, t, j.see, scratch.words + first / word_keys * width, s,
+                                scratch.tile_max, c.q_scale);
     for (int64_t i = t.keys() * width; i < unit_rows * width; i += w) vec<T>(-infinity<T>).store_aligned(s + i);
     // If not this, only maxima.
     lap(task.clock, has_score_passes(c) || j.see == visibility::some ? phase_mask : phase_softmax);

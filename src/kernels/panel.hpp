@@ -223,8 +223,8 @@ MH_INLINE visibility see_panel(const kernel_call& c, const positions& at, const 
 }
 
 // Everything that changes scores `s` of the keys of t, and their column maxima, which raise tile_max. The scores are still
-// to be multiplied with `scale`, which the first pass does.
-template <class T, int NV>
+// to be multiplied with `scale`, which the first pass does. Closes: bias_pass_transposed.
+template <class T, int NV, bool Closes>
 MH_INLINE void change_scores(const kernel_call& c, const row_terms<T>& rows, const tile_at& t, visibility see,
                              const bits<T>* words, T* s, T* tile_max, double scale = 1) {
   constexpr int64_t w = lanes<T>;
@@ -236,7 +236,7 @@ MH_INLINE void change_scores(const kernel_call& c, const row_terms<T>& rows, con
   };
   if (c.softcap > 0) softcap_pass<T>(c, s, t.keys() * width, once());
   if (c.alibi_slopes != nullptr) alibi_pass_transposed<T>(c, rows, t, width, s, once());
-  if (c.bias != nullptr) bias_pass_transposed<T>(c, rows, t, width, s, once());
+  if (c.bias != nullptr) bias_pass_transposed<T, Closes>(c, rows, t, width, s, once());
   if (scale != 1) {
     const vec<T> factor(static_cast<T>(scale));
     for (int64_t i = 0; i < t.keys() * width; i += w) (vec<T>::load_aligned(s + i) * factor).store_aligned(s + i);
@@ -259,7 +259,7 @@ __attribute__((noinline)) void change_tile(const kernel_call& c, const positions
                                            const tile_scratch<T>& scratch) {
   row_terms<T> rows;
   rows.look_up(c, at, t, NV * lanes<T>);
-  change_scores<T, NV>(c, rows, t, see, scratch.words, scratch.scores, scratch.tile_max);
+  change_scores<T, NV, true>(c, rows, t, see, scratch.words, scratch.scores, scratch.tile_max);
 }
 
 // What each vector of a panel reaches of a tile, in steps of 16 keys, whole tiles of the product. False: all reach all.
