@@ -53,16 +53,24 @@ struct cut {
   cut(const product<Real>& p, int64_t threads) {
     const int64_t rows = p.batch * p.rows, panels = p.w->panels();
     if (rows == 0) return;
-    const int64_t most = p.on_unit ? most_unit_rows : most_rows, step = p.on_unit ? unit_outputs : row_step;
+    const int64_t unit_step = p.w->unit_panels();
+    // For many threads less is enough for a task, so that there is one for each.
+    const auto too_few = [&](int64_t of_rows, int64_t of_panels) {
+      return blocks(rows, of_rows) * blocks(panels, of_panels) < threads;
+    };
+    int64_t most = p.on_unit ? most_unit_rows : most_rows;
+    if (p.on_unit && too_few(most, unit_step)) most /= 2;
+    const int64_t step = p.on_unit ? unit_outputs : row_step;
     block = round_up(blocks(rows, blocks(rows, most)), rows <= most ? 1 : step);
     blocks_ = blocks(rows, block);
     const double bytes = static_cast<double>(p.w->panel_bytes()), flops = 2 * bytes / sizeof(Real);
     const double of_panel = expected_us(flops * static_cast<double>(block) / (p.on_unit ? 2 : 1), bytes);
     us = of_panel * static_cast<double>(panels * blocks_);
     if (p.on_unit) {
-      const int64_t least = round_up(blocks(least_unit_outputs, p.w->width()), p.w->unit_panels());
+      int64_t least = round_up(blocks(least_unit_outputs, p.w->width()), unit_step);
+      if (too_few(block, least)) least = unit_step;
       const int64_t wanted = blocks(unit_tasks_per_thread * threads, blocks_);
-      group = std::min(std::max(round_up(blocks(panels, wanted), p.w->unit_panels()), least), panels);
+      group = std::min(std::max(round_up(blocks(panels, wanted), unit_step), least), panels);
     } else {
       group = std::min(static_cast<int64_t>(us_of_task / of_panel) + 1, panels);
     }
@@ -208,9 +216,10 @@ void linear<Real>::run_on_unit(int64_t first, int64_t last, int64_t rows, const 
   a.scratch = scratch;
   a.left = reinterpret_cast<uint8_t*>(scratch + unit_.row_bytes(rows, in_));
   unit_.run(&a);
-  for (int64_t row = 0; row < rows; ++row) {
+  for (int64_t row = 0, end; row < rows; row = end) {
+    for (end = row + 1; end < rows && a.left[end] == a.left[row];) ++end;
     for (int64_t panel = first; a.left[row] != 0 && panel < last; ++panel)
-      run(panel, 1, x + row * x_stride, x_stride, y + row * y_stride + panel * width_, y_stride);
+      run(panel, end - row, x + row * x_stride, x_stride, y + row * y_stride + panel * width_, y_stride);
   }
 }
 
@@ -246,7 +255,9 @@ void multiply(const product<Real>* products, int64_t count, const mh_exec& exec,
     tasks += c.tasks();
     if (p.on_unit) all.scratch_bytes = std::max(all.scratch_bytes, p.w->unit_scratch_bytes(c.block));
   }
-  const borrowed_memory scratch(kept_memory(), all.scratch_bytes * usable_threads(limited));
+  // Asked for once: workers are no more than there is scratch for.
+  limited.threads = static_cast<int32_t>(std::max<int64_t>(1, std::min(tasks, usable_threads(limited))));
+  const borrowed_memory scratch(kept_memory(), all.scratch_bytes * limited.threads);
   all.scratch = scratch.get();
   parallel_for(tasks, limited, watched, phase_project, work<Real>::run, &all);
 }

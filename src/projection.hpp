@@ -2,9 +2,9 @@
 // (src/kernels/linear.hpp). A row of y depends on its row of x alone, to the bit, so rows and outputs may be cut into
 // tasks anywhere, rows of all batch entries may share a task, and the number of threads changes nothing.
 //
-// Where there is a matrix unit for floats (src/kernels/linear_unit.hpp), many rows of a batch entry go there, and weights
-// are packed for it, too: few rows, which take as long as reading W does, would be slower with the larger numbers of the
-// unit. So bits depend on how many rows an entry has: fewer than linear_unit_kernels::least_rows or not.
+// With one exception: where there is a matrix unit for floats (src/kernels/linear_unit.hpp), batch entries of many rows go
+// there, and weights are packed for it, too. Few rows, which take as long as reading W does, would be slower with the larger
+// numbers of the unit. So bits depend on whether an entry has linear_unit_kernels::least_rows or fewer.
 //
 // Why not OpenBLAS: it packs the weights in every call, sums a row in another order for another number of rows (its
 // Haswell and Zen kernels also for another place of the row), and its flavours differ in how, or whether, several

@@ -647,9 +647,9 @@ TEST_CASE_TEMPLATE("visibility bits", T, float, double) {
   for (int round = 0; round < 600; ++round) {
     kernel_call c{};
     c.group = pick(1, 3);
-    c.q_len = pick(1, 20);
+    c.q_len = pick(1, 30);
     c.extra_keys = pick(0, 2) == 0 ? pick(1, 2) : 0;
-    c.kv_len = pick(0, 80) + c.extra_keys;
+    c.kv_len = pick(0, 130) + c.extra_keys;
     c.causal = static_cast<int32_t>(pick(0, 1));
     c.align = static_cast<int32_t>(pick(MH_ALIGN_TOP_LEFT, MH_ALIGN_OFFSET));
     c.q_offset = pick(-30, 60);
@@ -660,14 +660,16 @@ TEST_CASE_TEMPLATE("visibility bits", T, float, double) {
     if (pick(0, 1) == 0) c.seqused_k = &used;
     c.index_type = MH_INDEX_I32;
     const int64_t heads = c.group;
-    std::vector<uint8_t> mask(static_cast<size_t>(heads * c.q_len * ordinary + 1));
+    const int64_t apart = pick(0, 3) == 0 ? 2 : 1;  // from one key of the mask to the next
+    std::vector<uint8_t> mask(static_cast<size_t>(heads * c.q_len * ordinary * apart + 1));
     std::vector<uint8_t> key_mask(static_cast<size_t>(ordinary + 1));
     for (uint8_t& m : mask) m = random() % 4 != 0;
     for (uint8_t& m : key_mask) m = random() % 8 != 0;
     if (pick(0, 1) == 0) {
       c.mask = mask.data();
-      const bool broadcast = pick(0, 1) == 0;
-      const int64_t strides[4] = {0, broadcast ? 0 : c.q_len * ordinary, ordinary, 1};
+      const bool of_heads = pick(0, 1) == 0, of_queries = pick(0, 3) != 0, of_keys = pick(0, 3) != 0;
+      const int64_t strides[4] = {0, of_heads ? c.q_len * ordinary * apart : 0, of_queries ? ordinary * apart : 0,
+                                  of_keys ? apart : 0};
       std::copy_n(strides, 4, c.mask_strides);
     }
     if (pick(0, 1) == 0) {
@@ -677,11 +679,12 @@ TEST_CASE_TEMPLATE("visibility bits", T, float, double) {
     const positions at = positions_of(c, 0);
     const int64_t rows = c.group * c.q_len;
     const int64_t row = pick(0, rows - 1);
-    const int64_t count = pick(1, std::min<int64_t>(rows - row, lanes<T>));
+    const int64_t width = lanes<T> * pick(1, max_panel_vectors);
+    const int64_t count = pick(1, std::min<int64_t>(rows - row, width));
     const int64_t begin = pick(0, c.kv_len);
-    const int64_t end = pick(begin, c.kv_len);
-    std::vector<bits<T>> words(static_cast<size_t>((end - begin + 63) / word_keys * lanes<T>), 0);
-    const visibility see = see_tile<T>(c, at, 0, 0, row, count, lanes<T>, begin, end, words.data());
+    const int64_t end = pick(begin, std::min(c.kv_len, begin + most_tile_keys));
+    std::vector<bits<T>> words(static_cast<size_t>((end - begin + 63) / word_keys * width), 0);
+    const visibility see = see_tile<T>(c, at, 0, 0, row, count, width, begin, end, words.data());
     bool any = false;
     bool hidden = false;
     for (int64_t lane = 0; lane < count; ++lane) {
@@ -694,11 +697,12 @@ TEST_CASE_TEMPLATE("visibility bits", T, float, double) {
         if (c.window_left >= 0 && j < p - c.window_left) want = false;
         if (c.window_right >= 0 && j > p + c.window_right) want = false;
         if (want && c.mask != nullptr &&
-            mask[static_cast<size_t>(head * c.mask_strides[1] + query * c.mask_strides[2] + j)] == 0)
+            mask[static_cast<size_t>(head * c.mask_strides[1] + query * c.mask_strides[2] + j * c.mask_strides[3])] ==
+                0)
           want = false;
         if (want && c.key_mask != nullptr && key_mask[static_cast<size_t>(j)] == 0) want = false;
         if (j >= ordinary) want = true;
-        const auto word = words[static_cast<size_t>((j - begin) / word_keys * lanes<T> + lane)];
+        const auto word = words[static_cast<size_t>((j - begin) / word_keys * width + lane)];
         CHECK(((word >> ((j - begin) % word_keys)) & 1U) == (want ? 1U : 0U));
         any = any || want;
         hidden = hidden || !want;

@@ -7,10 +7,7 @@
 #if MH_MATRIX
 #include "matrix.hpp"
 #endif
-#include "linear.hpp"
-#if MH_MATRIX
 #include "linear_unit.hpp"
-#endif
 #include "merge.hpp"
 #include "probe.hpp"
 #include "weights.hpp"
@@ -57,13 +54,6 @@ constexpr dtype_kernels kernels_of() {
   return k;
 }
 
-constexpr linear_unit_kernels linear_unit_or_none() {
-#if MH_MATRIX
-  if constexpr (takes_unit<f32>()) return linear_unit;
-#endif
-  return {};
-}
-
 #define MH_TEXT_(x) #x
 #define MH_TEXT(x) MH_TEXT_(x)
 
@@ -82,7 +72,7 @@ constexpr kernel_table table = {
     },
     {static_cast<int32_t>(linear_width<float>), static_cast<int32_t>(linear_width<double>)},
     {linear_task<float>, linear_task<double>},
-    linear_unit_or_none(),
+    linear_unit,
     read_memory};
 
 #define MH_DTYPE_ROW(enumerator, trait, real) +1

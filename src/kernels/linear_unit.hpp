@@ -13,8 +13,15 @@
 #include "linear.hpp"
 #include "matrix_unit.hpp"
 
+// BFMMLA is left numbers of one part (matrix_unit.hpp: unit_parts).
+#if MH_MATRIX && !defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define MH_LINEAR_UNIT 1
+#endif
+
 namespace manyhead::MH_ISA {
 namespace {
+
+#if MH_LINEAR_UNIT
 
 // Of the sum: 32 outputs of it (24 KB) stay in L1 while rows pass by.
 inline constexpr int64_t unit_depth = 128;
@@ -40,7 +47,7 @@ struct linear_unit_task {
   }
 
   // The largest of some numbers, or of each lane's: none, or such that sums cannot overflow, and that denormal parts and
-  // products, which the unit takes for 0, are nothing beside it.
+  // products, which the unit takes for 0, are nothing beside the product of the largest x and W of an output.
   class largest {
    public:
     MH_INLINE void take(word_vec x) { twice_ = xsimd::max(twice_, x << 1); }  // infinities and NaN come last
@@ -227,6 +234,10 @@ inline constexpr linear_unit_kernels linear_unit = {run_linear_unit,
                                                     linear_unit_task::pack_weights,
                                                     64,
                                                     128};
+
+#else
+inline constexpr linear_unit_kernels linear_unit = {};
+#endif
 
 }  // namespace
 }  // namespace manyhead::MH_ISA

@@ -8,7 +8,8 @@
 // for: of masks and biases, the next rows of Q, the next tile's K and V, and the results.
 //
 // What the unit cannot do is left to the tile route, panel by panel: whatever comes out not finite, rows without a weight,
-// whose scores may all have overflowed before they were scaled, panels of tiny results, and Q and K of huge numbers.
+// whose scores may all have overflowed before they were scaled, panels of tiny results, and Q and K of huge numbers. So NaN in
+// K costs its panels twice the time, even where a bias closes those keys.
 #pragma once
 
 #include "attention_tile.hpp"

@@ -251,7 +251,7 @@ class matrix_unit {
                bool add, Meanwhile meanwhile) const {
     for (int64_t m = 0; m < unit_rows; ++m) {
       for (int64_t n = 0; n < unit_rows; ++n) {
-        float sum = add ? c[m * c_stride + n] : 0.0F;
+        double sum = add ? static_cast<double>(c[m * c_stride + n]) : 0.0;
         for (int i = 0; i < terms.a_parts; ++i) {
           for (int64_t step = 0; step < steps; ++step) {
             const uint16_t* line = a.base + i * a.part + step * a.step + m * a.row;
@@ -259,17 +259,20 @@ class matrix_unit {
               const uint32_t* words = b.base + j * b.part + step * b.step + n;
               for (int64_t k = 0; k < unit_step / 2; ++k) {
                 const uint32_t word = words[k * unit_rows];
-                sum += Format::widen(line[2 * k]) * Format::widen(static_cast<uint16_t>(word)) +
-                       Format::widen(line[2 * k + 1]) * Format::widen(static_cast<uint16_t>(word >> 16));
+                sum += times(Format::widen(line[2 * k]), Format::widen(static_cast<uint16_t>(word))) +
+                       times(Format::widen(line[2 * k + 1]), Format::widen(static_cast<uint16_t>(word >> 16)));
               }
             }
           }
         }
-        c[m * c_stride + n] = sum;
+        c[m * c_stride + n] = static_cast<float>(sum);
         meanwhile();
       }
     }
   }
+
+ private:
+  static double times(float a, float b) { return static_cast<double>(a) * static_cast<double>(b); }
 };
 
 #endif

@@ -234,7 +234,7 @@ MH_INLINE vec<T> visible(vec<T> s, xsimd::batch<bits<T>, MH_ARCH> word, xsimd::b
 }
 
 // Also raises tile_max to the largest score that a row sees: the tile is in hand anyway. Where all rows of a vector see all
-// keys of a word, as three of four do on the diagonal of a causal problem, that is all.
+// keys of a word, as most do that lie on the diagonal of a causal problem, that is all.
 template <class T>
 __attribute__((noinline)) void visibility_pass_transposed(const bits<T>* words, int64_t keys, int64_t width, T* s,
                                                           T* tile_max) {
