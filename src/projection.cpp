@@ -26,21 +26,24 @@ constexpr int64_t most_rows = 192, row_step = 24;
 // On the matrix unit, which takes outputs by 32, and rows, and packs x for each task: as long as 32 outputs take.
 constexpr int64_t unit_outputs = 32, most_unit_rows = 128, least_unit_outputs = 192, unit_tasks_per_thread = 3;
 
-// Rows of batch entries that follow each other at one stride are rows of one entry; what they run on is settled before.
+// A product whose rows are those of one entry where they follow each other at one stride through all batch entries; what it
+// runs on is settled before.
 template <class Real>
-product<Real> flat(product<Real> p) {
-  p.on_unit = p.w->on_unit(p.rows);
-  if (p.rows == 1) {
-    p.rows = p.batch;
-    p.x_strides[1] = p.x_strides[0];
-    p.y_strides[1] = p.y_strides[0];
-    p.batch = 1;
-  } else if (p.x_strides[0] == p.rows * p.x_strides[1] && p.y_strides[0] == p.rows * p.y_strides[1]) {
-    p.rows *= p.batch;
-    p.batch = 1;
+struct flat : product<Real> {
+  bool on_unit;
+
+  explicit flat(const product<Real>& p) : product<Real>(p), on_unit(p.w->on_unit(p.rows)) {
+    if (p.rows == 1) {
+      this->rows = p.batch;
+      this->x_strides[1] = p.x_strides[0];
+      this->y_strides[1] = p.y_strides[0];
+      this->batch = 1;
+    } else if (p.x_strides[0] == p.rows * p.x_strides[1] && p.y_strides[0] == p.rows * p.y_strides[1]) {
+      this->rows *= p.batch;
+      this->batch = 1;
+    }
   }
-  return p;
-}
+};
 
 // How a product is cut into tasks: blocks of rows, counted through all batch entries, times groups of panels. Groups
 // run fastest: the rows of a block stay in cache, and all threads work on the same ones.
@@ -50,31 +53,34 @@ struct cut {
   double us = 0;                   // of it all
 
   template <class Real>
-  cut(const product<Real>& p, int64_t threads) {
+  cut(const flat<Real>& p, int64_t threads) {
     const int64_t rows = p.batch * p.rows, panels = p.w->panels();
     if (rows == 0) return;
-    const int64_t unit_step = p.w->unit_panels();
-    // For many threads less is enough for a task, so that there is one for each.
-    const auto too_few = [&](int64_t of_rows, int64_t of_panels) {
-      return blocks(rows, of_rows) * blocks(panels, of_panels) < threads;
+    const auto cut_rows = [&](int64_t most, int64_t step) {
+      block = round_up(blocks(rows, blocks(rows, most)), rows <= most ? 1 : step);
+      blocks_ = blocks(rows, block);
     };
-    int64_t most = p.on_unit ? most_unit_rows : most_rows;
-    if (p.on_unit && too_few(most, unit_step)) most /= 2;
-    const int64_t step = p.on_unit ? unit_outputs : row_step;
-    block = round_up(blocks(rows, blocks(rows, most)), rows <= most ? 1 : step);
-    blocks_ = blocks(rows, block);
     const double bytes = static_cast<double>(p.w->panel_bytes()), flops = 2 * bytes / sizeof(Real);
-    const double of_panel = expected_us(flops * static_cast<double>(block) / (p.on_unit ? 2 : 1), bytes);
-    us = of_panel * static_cast<double>(panels * blocks_);
+    double of_panel;
     if (p.on_unit) {
-      int64_t least = round_up(blocks(least_unit_outputs, p.w->width()), unit_step);
-      if (too_few(block, least)) least = unit_step;
+      const int64_t step = p.w->unit_panels();
+      // For many threads less is enough for a task, so that there is one for each.
+      const auto too_few = [&](int64_t of_rows, int64_t of_panels) {
+        return blocks(rows, of_rows) * blocks(panels, of_panels) < threads;
+      };
+      cut_rows(too_few(most_unit_rows, step) ? most_unit_rows / 2 : most_unit_rows, unit_outputs);
+      of_panel = expected_us(flops * static_cast<double>(block) / 2, bytes);
+      int64_t least = round_up(blocks(least_unit_outputs, p.w->width()), step);
+      if (too_few(block, least)) least = step;
       const int64_t wanted = blocks(unit_tasks_per_thread * threads, blocks_);
-      group = std::min(std::max(round_up(blocks(panels, wanted), unit_step), least), panels);
+      group = std::min(std::max(round_up(blocks(panels, wanted), step), least), panels);
     } else {
+      cut_rows(most_rows, row_step);
+      of_panel = expected_us(flops * static_cast<double>(block), bytes);
       group = std::min(static_cast<int64_t>(us_of_task / of_panel) + 1, panels);
     }
     groups = blocks(panels, group);
+    us = of_panel * static_cast<double>(panels * blocks_);
   }
   int64_t tasks() const noexcept { return blocks_ * groups; }
 };
@@ -89,7 +95,7 @@ int64_t spread_out(int64_t i, int64_t n, int64_t threads) {
 
 // `scratch` is for the matrix unit.
 template <class Real>
-void run_task(const product<Real>& p, const cut& c, int64_t task, int64_t threads, char* scratch) {
+void run_task(const flat<Real>& p, const cut& c, int64_t task, int64_t threads, char* scratch) {
   const int64_t begin = task / c.groups * c.block, end = std::min(begin + c.block, p.batch * p.rows);
   const int64_t first = spread_out(task % c.groups, c.groups, threads) * c.group,
                 last = std::min(first + c.group, p.w->panels());
@@ -123,7 +129,7 @@ struct work {
   static void run(void* self, int64_t task, int64_t worker) {
     const work& w = *static_cast<const work*>(self);
     for (const product<Real>* user = w.products;; ++user) {
-      const product<Real> p = flat(*user);
+      const flat<Real> p(*user);
       const cut c(p, w.threads);
       if (task < c.tasks()) return run_task(p, c, task, w.threads, w.scratch + worker * w.scratch_bytes);
       task -= c.tasks();
@@ -243,14 +249,14 @@ void multiply(const product<Real>* products, int64_t count, const mh_exec& exec,
   mh_exec limited = exec;
   limited.threads = wanted_threads(exec.threads);
   double us = 0;
-  for (int64_t i = 0; i < count; ++i) us += cut(flat(products[i]), limited.threads).us;
+  for (int64_t i = 0; i < count; ++i) us += cut(flat<Real>(products[i]), limited.threads).us;
   const double worth = std::max(1.0, us / us_of_thread);
   if (worth < limited.threads) limited.threads = static_cast<int32_t>(worth);
 
   work<Real> all{products, limited.threads, nullptr, 0};
   int64_t tasks = 0;
   for (int64_t i = 0; i < count; ++i) {
-    const product<Real> p = flat(products[i]);
+    const flat<Real> p(products[i]);
     const cut c(p, limited.threads);
     tasks += c.tasks();
     if (p.on_unit) all.scratch_bytes = std::max(all.scratch_bytes, p.w->unit_scratch_bytes(c.block));

@@ -97,7 +97,6 @@ struct product {
   int64_t x_strides[2];  // [batch, rows]
   Real* y;
   int64_t y_strides[2];
-  bool on_unit = false;  // set by multiply()
 };
 
 // All products of the list, on at most exec.threads threads and no more than their size is worth. No y overlaps

@@ -63,16 +63,13 @@ struct matrix_operands {
 
   // The unit takes denormal numbers for 0, and small parts of f32 may be denormal. That is an error of 2^-117 of a number,
   // which counts where the other operand is as large as 2^80: such are left to the tile route.
-  struct largest {
-    word_vec twice = word_vec(0U);  // magnitudes, as words
-    MH_INLINE void take(const raw& x) {
-      if constexpr (pair_vectors<D> == 2) {
+  static MH_INLINE bool is_usual(const magnitudes& seen) { return !seen.any_above(80); }
+  static MH_INLINE void take(magnitudes& seen, const raw& x) {
+    if constexpr (pair_vectors<D> == 2) {
 #pragma GCC unroll 2
-        for (const word_vec& each : x) twice = xsimd::max(twice, each << 1);
-      }
+      for (const word_vec& each : x) seen.take(each);
     }
-    MH_INLINE bool is_usual() const { return !xsimd::any(twice > word_vec((127U + 80U) << 24)); }
-  };
+  }
 
   // The pairs of a row from dim d on.
   static MH_INLINE void pairs_of_row(const storage* row, int64_t stride, int64_t d, int64_t dim, raw& x) {
@@ -104,7 +101,7 @@ struct matrix_operands {
 
   // Q^T of a panel: B of the scores. False: not for the unit.
   __attribute__((noinline)) bool pack_rows(const panel<T>& x) const {
-    largest top;
+    magnitudes seen;
     const auto* q = static_cast<const storage*>(c.q) + task.batch * c.q_strides[0];
     auto* to = reinterpret_cast<uint32_t*>(x.q);
     for (int64_t l0 = 0; l0 < width; l0 += w) {
@@ -118,7 +115,7 @@ struct matrix_operands {
         raw lines[w];
         for (int64_t l = 0; l < w; ++l) {
           pairs_of_row(from[l], c.q_strides[3], d, c.head_dim, lines[l]);
-          top.take(lines[l]);
+          take(seen, lines[l]);
         }
         if constexpr (unit_takes_rows) {
           word_vec row[w];
@@ -132,7 +129,7 @@ struct matrix_operands {
         }
       }
     }
-    return top.is_usual();
+    return is_usual(seen);
   }
 
   // Whether keys [begin, end) of K can be multiplied where they are. For two panels that is faster than a copy (bf16, 16
@@ -144,7 +141,7 @@ struct matrix_operands {
 
   // Keys [begin, end) of K: A of the scores. Up to a whole step of keys, zeros follow. False: not for the unit.
   __attribute__((noinline)) bool pack_keys(int64_t begin, int64_t end, int64_t panels) {
-    largest top;
+    magnitudes seen;
     const auto* from = static_cast<const storage*>(c.k) + task.batch * c.k_strides[0] + kv_head * c.k_strides[1];
     const int64_t step_size = c.block_kv * unit_step;
     if constexpr (sizeof(storage) == sizeof(uint16_t)) {
@@ -162,14 +159,14 @@ struct matrix_operands {
           raw x;
           word_vec part[parts];
           pairs_of_row(row, c.k_strides[3], step * unit_step + d, c.head_dim, x);
-          top.take(x);
+          take(seen, x);
           split_pairs<D, typename values::format>(x, part);
 #pragma GCC unroll 3
           for (int n = 0; n < parts; ++n) put_row(k + (n * dim_steps + step) * step_size, key, d, part[n]);
         }
       }
     }
-    return top.is_usual();
+    return is_usual(seen);
   }
 
   // The same keys of V, transposed: A of the values.

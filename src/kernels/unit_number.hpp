@@ -135,6 +135,24 @@ struct unit_number<f32> {
   static constexpr unit_terms scores(bool) { return {3, {3, 2, 1}}; }
 };
 
+// The largest magnitude of floats in each lane, as words of twice their bits: infinities and NaN come last.
+class magnitudes {
+ public:
+  MH_INLINE void take(word_vec x) { twice_ = xsimd::max(twice_, x << 1); }
+  MH_INLINE bool all_zero() const { return !xsimd::any(twice_ != word_vec(0U)); }
+  // Than 2^exponent.
+  MH_INLINE bool any_above(int exponent) const { return xsimd::any(twice_ > power(exponent)); }
+  MH_INLINE bool any_not_below(int exponent) const { return xsimd::any(twice_ >= power(exponent)); }
+  MH_INLINE bool any_below_but_not_zero(int exponent) const {
+    return xsimd::any((twice_ < power(exponent)) & (twice_ != word_vec(0U)));
+  }
+
+ private:
+  static MH_INLINE word_vec power(int exponent) { return word_vec(static_cast<uint32_t>(127 + exponent) << 24); }
+
+  word_vec twice_ = word_vec(0U);
+};
+
 // A vector of pairs as it comes from memory: words of two 16-bit numbers, or the pairs' first numbers and their second.
 template <class D>
 inline constexpr int pair_vectors = sizeof(typename D::storage) / 2;
