@@ -88,6 +88,27 @@ TEST_CASE("exp2 of degree 3, several at once") {
   check_exp2<fast_exp2_degree<float>, true>(1.03e-4);
 }
 
+TEST_CASE("exp2 rounded to 8 bits") {
+  uint32_t all = ~0U;
+  float nan;
+  std::memcpy(&nan, &all, sizeof nan);
+  for (float x = -99; x < 9; x += 0.00371F) {
+    vec<float> v[3] = {vec<float>(x), vec<float>(0.0F), vec<float>(nan)};
+    {
+      [[maybe_unused]] const flush_denormals flushes;
+      exp2_of<float, 3, fast_exp2_degree<float>, true, 8>(v);
+    }
+    aligned<float> out(3 * lanes<float>);
+    for (int i = 0; i < 3; ++i) v[i].store_aligned(out.get() + i * lanes<float>);
+    uint32_t bits;
+    std::memcpy(&bits, out.get(), sizeof bits);
+    CHECK((bits & 0xffffU) == 0);
+    CHECK(std::abs(out[0] / std::exp2(static_cast<double>(x)) - 1) < std::ldexp(1.0, -8) + 1.03e-4);
+    CHECK(out[lanes<float>] == 1);
+    CHECK(std::isnan(out[2 * lanes<float>]));
+  }
+}
+
 TEST_CASE("denormal results come back when they are no longer flushed") {
   volatile float least = std::numeric_limits<float>::min();
   {
@@ -143,7 +164,10 @@ TEST_CASE("numbers are split into parts for the matrix unit") {
   };
   word_vec one[1], two[2], three[3];
   for (const float x : normal<float>(2000, 3)) {
-    loses(in_bf16{}, one, x, 0x1p-8);
+    vec<float> even = rounded<in_bf16::weight_bits>(vec<float>(std::abs(x))), odd = even * vec<float>(0.25F);
+    CHECK(std::abs(even.get(0) - std::abs(x)) <= 0x1p-8F * std::abs(x));
+    split_floats<in_bf16>(even, odd, one);
+    CHECK(sum_of<in_bf16>(one) == std::pair(static_cast<double>(even.get(0)), static_cast<double>(odd.get(0))));
     loses(in_bf16{}, two, x, 0x1p-16);
     loses(in_bf16{}, three, x, 0);
     loses(in_bf16{}, three, x * 0x1p100F, 0);

@@ -6,6 +6,7 @@
 //          masked    normal, and masks, biases and lengths that empty whole rows
 //          heavy     lognormal tails
 //          poison    normal, and NaN and inf in some keys that some rows attend
+//          nanbias   normal, and a bias of one key that is NaN, for few rows
 //          spread    scores that grow (or fall) along the keys to about +-60: the running maximum moves all the time
 //          equal     all keys and values equal
 //          huge      scores of +-1e6 and +-1e30, the largest well apart
@@ -373,6 +374,7 @@ struct test_case {
     fill_qkv();
     hide_keys();
     if (line.data == "poison") poison_keys();
+    if (line.data == "nanbias") poison_biases();
   }
 
   void fill_masks() {
@@ -468,14 +470,22 @@ struct test_case {
   void poison_keys() {
     each_key([&](int64_t b, int64_t g, int64_t j, int64_t rows) {
       if (rows == p.group() * p.q_len) return;
-      if (j % 5 == 1) v.set({b, g, j, j % p.v_dim}, j % 2 ? std::nan("") : HUGE_VAL);
-      if (j % 11 == 7) k.set({b, g, j, j % p.head_dim}, std::nan(""));
+      if (j % 5 == 1) v.set({b, g, j, j % (p.v_dim / 2)}, j % 2 ? std::nan("") : HUGE_VAL);
+      if (j == 7 || j == p.kv_len / 6) k.set({b, g, j, j % p.head_dim}, std::nan(""));  // each takes whole rows
     });
     if (bias.base == nullptr || !line.broadcast.empty()) return;
     problem others = p;
     others.inputs &= ~MH_INPUT_BIAS;
     bias.each([&](const index4& i) {
       if (!attends(others, t, i[0], i[1], i[2], i[3])) bias.set(i, std::nan(""));
+    });
+  }
+
+  // So few that nothing else in their panels is NaN; with all bits of a NaN, which must not carry into a number.
+  void poison_biases() {
+    bias.each([&](const index4& i) {
+      if (i[2] % 50 == 7 && i[3] == i[2] % 3 * p.kv_len / 3)
+        std::memset(bias.place(i), 0xff, tensor::size_of(bias.type));
     });
   }
 };

@@ -85,7 +85,8 @@ struct tile_task {
     const T exp_scale = static_cast<T>(c.exp_scale);
     rows.raise(scratch.tile_max, exp_scale, x.started);
     if (careful) {
-      rows.weigh_tile_with_care(scratch.scores, t.keys(), exp_scale, static_cast<T>(::exp2(-careful_shift(c.kv_len))));
+      rows.weigh_tile_with_care(scratch.scores, t.keys(), exp_scale, c.fast_exp != 0,
+                                static_cast<T>(::exp2(-careful_shift(c.kv_len))));
     } else {
       rows.weigh_tile(scratch.scores, t.keys(), exp_scale, c.fast_exp != 0);
     }

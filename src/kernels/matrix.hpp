@@ -136,7 +136,8 @@ struct matrix_task {
       vec<T> x[Keys];
 #pragma GCC unroll 8
       for (int i = 0; i < Keys; ++i) x[i] = (vec<T>::load_aligned(of.scores + (key + i) * width + l) - top) * scale;
-      exp2_of<T, Keys, Fast ? fast_exp2_degree<T> : 5, true>(x);  // 9e-8
+      constexpr int bits = values::weight_parts(Fast) == 1 ? values::format::weight_bits : mantissa_bits<T>;
+      exp2_of<T, Keys, Fast ? fast_exp2_degree<T> : 5, true, bits>(x);  // degree 5: 9e-8
 #pragma GCC unroll 4
       for (int i = 0; i < Keys; i += unit_keys) put(key + i, x + i);
 #pragma GCC unroll 8

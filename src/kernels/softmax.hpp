@@ -92,15 +92,18 @@ struct softmax_rows {
   }
 
   // The same, but slots at -inf become -0 (they are not to be multiplied), the others are multiplied by `factor`,
-  // 2^-careful_shift, so that sums over values near the largest float stay finite.
-  MH_INLINE void weigh_tile_with_care(T* s, int64_t keys, T exp_scale, T factor) const {
-    weigh<true, 1, exp2_degree<T>>(s, keys, exp_scale, [=](int64_t k, const auto& x) MH_INLINE_LAMBDA {
+  // 2^-careful_shift, so that sums over values near the largest float stay finite. Rows that share a panel with others that
+  // are not finite get the bits that they have without them.
+  MH_INLINE void weigh_tile_with_care(T* s, int64_t keys, T exp_scale, bool fast, T factor) const {
+    const auto keep = [=](int64_t k, const auto& x) MH_INLINE_LAMBDA {
       for (int v = 0; v < NV; ++v) {
         T* at = s + k * width + v * w;
         const auto closed = vec<T>::load_aligned(at) == vec<T>(-infinity<T>);
         xsimd::select(closed, vec<T>(T(-0.0)), x[v] * vec<T>(factor)).store_aligned(at);
       }
-    });
+    };
+    if (fast) return weigh<true, 1, fast_exp2_degree<T>>(s, keys, exp_scale, keep);
+    weigh<true, 1, exp2_degree<T>>(s, keys, exp_scale, keep);
   }
 };
 

@@ -29,7 +29,9 @@ struct unit_terms {
 };
 
 // The types that a unit multiplies. round() makes words of two floats, which become what was rounded to.
+// join() makes them of weights, rounded before to weight_bits.
 struct in_bf16 {
+  static constexpr int weight_bits = 8;
   static float widen(uint16_t x) { return bf16::widen(x); }
   static MH_INLINE word_vec round(vec<float>& even, vec<float>& odd) {
     const word_vec upper(0xffff0000U);
@@ -39,6 +41,9 @@ struct in_bf16 {
     even = xsimd::bitwise_cast<float>(e);
     odd = xsimd::bitwise_cast<float>(o);
     return (e >> 16) | o;
+  }
+  static MH_INLINE word_vec join(vec<float>& even, vec<float>& odd) {
+    return (xsimd::bitwise_cast<uint32_t>(even) >> 16) | xsimd::bitwise_cast<uint32_t>(odd);
   }
   // Cut off instead, which costs half as much and leaves no rest in the end either.
   static MH_INLINE word_vec part(vec<float>& even, vec<float>& odd) {
@@ -51,6 +56,7 @@ struct in_bf16 {
 };
 
 struct in_f16 {
+  static constexpr int weight_bits = 24;
   static float widen(uint16_t x) { return f16::widen(x); }
   static MH_INLINE word_vec round(vec<float>& even, vec<float>& odd) {
 #if defined(__AVX512F__)
@@ -66,14 +72,15 @@ struct in_f16 {
     return e | (o << 16);
 #endif
   }
+  static MH_INLINE word_vec join(vec<float>& even, vec<float>& odd) { return round(even, odd); }
   static MH_INLINE word_vec part(vec<float>& even, vec<float>& odd) { return round(even, odd); }
 };
 
-// Two floats as sums of parts, largest first; of one part they become what it holds.
+// Two floats as sums of parts, largest first. Of one part are weights, and become what it holds.
 template <class Format, int Parts>
 MH_INLINE void split_floats(vec<float>& even, vec<float>& odd, word_vec (&part)[Parts]) {
   if constexpr (Parts == 1) {
-    part[0] = Format::round(even, odd);
+    part[0] = Format::join(even, odd);
   } else {
     vec<float> e = even, o = odd;
 #pragma GCC unroll 2
