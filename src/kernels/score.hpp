@@ -31,7 +31,7 @@ template <class T>
 __attribute__((noinline)) void softcap_pass(const kernel_call& c, T* s, int64_t n, double scale = 1) {
   constexpr int64_t w = lanes<T>;
   const vec<T> cap(static_cast<T>(c.softcap));
-  const vec<T> inverse(static_cast<T>(scale / c.softcap * tanh_units));
+  const vec<T> inverse(static_cast<T>(scale / c.softcap * tanh_units<T>));
   const auto some = [&]<int N>(T* p) MH_INLINE_LAMBDA {
     vec<T> x[N];
 #pragma GCC unroll 16
