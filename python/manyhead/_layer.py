@@ -49,7 +49,7 @@ class MultiHeadAttention:
     """Multi-head attention with its projections: concat(heads) w_o^T + b_o, head = attention(x_q w_q^T + b_q, ...).
 
     The weights are packed once, here; the arrays are not needed afterwards. (In float32 on AMX they are kept twice, in
-    2.5 times their size, as calls of 64 rows an entry and more multiply them there.) A layer is immutable and can be
+    2.5 times their size, as calls of 48 rows an entry and more multiply them there.) A layer is immutable and can be
     called from any number of threads at once.
 
     Args:
