@@ -4,7 +4,7 @@
 //
 // With one exception: where there is a matrix unit for floats (src/kernels/linear_unit.hpp), batch entries of many rows go
 // there, and weights are packed for it, too. Few rows, which take as long as reading W does, would be slower with the larger
-// numbers of the unit. So bits depend on whether an entry has linear_unit_kernels::least_rows or fewer.
+// numbers of the unit. So bits depend on whether an entry has linear_unit_kernels::least_rows or more.
 //
 // Why not OpenBLAS: it packs the weights in every call, sums a row in another order for another number of rows (its
 // Haswell and Zen kernels also for another place of the row), and its flavours differ in how, or whether, several

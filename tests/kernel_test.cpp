@@ -291,6 +291,8 @@ void check_line(const problem_line& line) {
     c.clear_outputs();
     run(c, *table, small_l2);
     CHECK_MESSAGE(same(first, bits()), where << "other task sizes give other bits");
+    const std::string more_damage = c.damage();
+    CHECK_MESSAGE(more_damage.empty(), where << more_damage);
   }
 }
 

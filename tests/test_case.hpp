@@ -470,7 +470,7 @@ struct test_case {
   void poison_keys() {
     each_key([&](int64_t b, int64_t g, int64_t j, int64_t rows) {
       if (rows == p.group() * p.q_len) return;
-      if (j % 5 == 1) v.set({b, g, j, j % (p.v_dim / 2)}, j % 2 ? std::nan("") : HUGE_VAL);
+      if (j % 5 == 1) v.set({b, g, j, j % std::max<int64_t>(1, p.v_dim / 2)}, j % 2 ? std::nan("") : HUGE_VAL);
       if (j == 7 || j == p.kv_len / 6) k.set({b, g, j, j % p.head_dim}, std::nan(""));  // each takes whole rows
     });
     if (bias.base == nullptr || !line.broadcast.empty()) return;

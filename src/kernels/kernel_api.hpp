@@ -167,7 +167,7 @@ struct linear_unit_kernels {
   int64_t (*weight_words)(int64_t out, int64_t in);
   // From the panels of linear_fn. False: of numbers that are not for the unit.
   bool (*pack_weights)(const float* panels, int64_t out, int64_t in, uint32_t* to);
-  int64_t least_rows, least_size;  // with fewer rows, inputs or outputs linear_fn is as fast
+  int64_t least_rows, least_size;  // of an entry, of inputs and outputs: below, one entry is as fast with linear_fn
 };
 
 // What a core can do at most, for profiles: `turns` turns of a loop of independent multiply-adds on the unit that the

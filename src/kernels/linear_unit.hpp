@@ -204,7 +204,7 @@ void run_linear_unit(const linear_unit_args* c) { linear_unit_task{*c, {}}.run()
 
 // AMX beside AVX-512, 768 x 768, one core: 192 and 128 rows 1.8 times as fast, 96 1.55, 64 1.3, 32 as fast. Whole layers of
 // 64 rows: 128 x 128 1.05 times as fast, 64 x 64 0.9. Of 48 rows: one entry 0.97 to 1.02, eight 1.2 to 1.7; of 40 and 32 one
-// entry 0.89 to 0.98, eight 1.4 to 1.7, and one entry must have the bits of eight.
+// entry 0.89 to 0.98, eight and more 1.2 to 1.7, and one entry must have the bits of eight.
 inline constexpr linear_unit_kernels linear_unit = {run_linear_unit,
                                                     linear_unit_task::row_bytes,
                                                     linear_unit_task::weight_words,

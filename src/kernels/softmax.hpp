@@ -92,8 +92,8 @@ struct softmax_rows {
   }
 
   // The same, but slots at -inf become -0 (they are not to be multiplied), the others are multiplied by `factor`,
-  // 2^-careful_shift, so that sums over values near the largest float stay finite. Rows that share a panel with others that
-  // are not finite get the bits that they have without them.
+  // 2^-careful_shift, so that sums over values near the largest float stay finite. The same exponential, so that rows that
+  // share a panel with one that is not finite keep their bits, but for products that become denormal.
   MH_INLINE void weigh_tile_with_care(T* s, int64_t keys, T exp_scale, bool fast, T factor) const {
     const auto keep = [=](int64_t k, const auto& x) MH_INLINE_LAMBDA {
       for (int v = 0; v < NV; ++v) {
