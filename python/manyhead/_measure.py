@@ -197,7 +197,7 @@ class Workload(Planned):
                 self._add(name, np.zeros(shape, kind))
 
     def _add(self, name: str, array: np.ndarray) -> None:
-        self.arrays[name] = array
+        self.arrays[name] = array = _aligned(array)
         setattr(self._tensors, name, array.ctypes.data)
 
     @staticmethod
@@ -214,6 +214,17 @@ class Workload(Planned):
         return np.resize(rng.random(min(size, _RANDOM), dtype=np.float32) < 15 / 16, shape)
 
 
+def _aligned(array: np.ndarray) -> np.ndarray:
+    """The same numbers where a cache line begins. NumPy's arrays begin anywhere, and times would change with that: a
+    vector that lies in two lines is two loads, and a decode step in cache took up to 1.6 times as long."""
+    room = np.empty(array.nbytes + _LINE, np.uint8)
+    begin = -room.ctypes.data % _LINE
+    copy = room[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+_LINE = 64
 _REAL = {"f32": np.float32, "f64": np.float64, "f16": np.float16}
 
 
