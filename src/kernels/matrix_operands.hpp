@@ -57,8 +57,10 @@ struct matrix_operands {
   template <int64_t n>
   static __attribute__((noinline)) void gather(const storage* row, int64_t stride, int64_t d, int64_t dim,
                                                storage (&to)[n]) {
+    const int64_t count = row != nullptr && d < dim ? min_of(n, dim - d) : 0;
+    if (stride == 1 && count > 0) return load_some(row + d, count, to);
     memset(to, 0, sizeof(to));
-    for (int64_t i = 0; row != nullptr && i < min_of(n, dim - d); ++i) to[i] = row[(d + i) * stride];
+    for (int64_t i = 0; i < count; ++i) to[i] = row[(d + i) * stride];
   }
 
   // The unit takes denormal numbers for 0, and small parts of f32 may be denormal. That is an error of 2^-117 of a number,

@@ -361,22 +361,24 @@ MH_INLINE void* place_of_row(const kernel_call& c, int64_t batch, int64_t head, 
          query * c.out_strides[2];
 }
 
+// The first n values of a vector, `stride` apart.
+template <class D>
+MH_INLINE void write_some(typename D::storage* to, int64_t stride, int64_t n, vec<typename D::real> x) {
+  constexpr int64_t w = lanes<typename D::real>;
+  if (n == w && stride == 1) return D::narrow(x, to);
+  alignas(64) typename D::storage buffer[w];
+  D::narrow(x, buffer);
+  if (stride == 1) return store_some(to, n, buffer);
+  for (int64_t i = 0; i < n; ++i) to[i * stride] = buffer[i];
+}
+
 // n values of it, from dim d on.
 template <class D>
 MH_INLINE void write_values(const kernel_call& c, void* row, int64_t d, int64_t n, vec<typename D::real> x) {
   using T = typename D::real;
-  alignas(64) T buffer[lanes<T>];
-  if (c.chunks > 1) {
-    T* to = static_cast<T*>(row) + d;
-    if (n == lanes<T>) return store<T>(to, x);
-    x.store_aligned(buffer);
-    for (int64_t i = 0; i < n; ++i) to[i] = buffer[i];
-    return;
-  }
-  auto* to = static_cast<typename D::storage*>(row) + d * c.out_strides[3];
-  if (n == lanes<T> && c.out_strides[3] == 1) return D::narrow(x, to);
-  x.store_aligned(buffer);
-  narrow_row<D>(buffer, n, to, c.out_strides[3]);
+  if (c.chunks > 1) return write_some<plain<D>>(static_cast<T*>(row) + d, 1, n, x);
+  const int64_t stride = c.out_strides[3];
+  write_some<D>(static_cast<typename D::storage*>(row) + d * stride, stride, n, x);
 }
 
 MH_INLINE double careful_shift(int64_t keys) {

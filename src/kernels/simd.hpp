@@ -130,6 +130,49 @@ MH_INLINE void store(T* p, vec<T> x) {
   x.store_unaligned(p);
 }
 
+#if defined(__AVX512BW__)
+// The first n of N elements of a vector.
+template <int64_t N>
+using mask_of = std::conditional_t<N == 8, __mmask8, std::conditional_t<N == 16, __mmask16, __mmask32>>;
+template <int64_t N>
+MH_INLINE mask_of<N> first_of(int64_t n) {
+  return static_cast<mask_of<N>>((uint64_t{1} << max_of(0, min_of(n, N))) - 1);
+}
+#endif
+
+// The first n of N elements, and zeros for the others.
+template <int64_t N, class S>
+MH_INLINE void load_some(const S* p, int64_t n, S (&to)[N]) {
+#if defined(__AVX512BW__)
+  constexpr int64_t each = min_of(N, 64 / static_cast<int64_t>(sizeof(S)));  // of a vector
+#pragma GCC unroll 2
+  for (int64_t i = 0; i < N; i += each) {
+    const mask_of<each> which = first_of<each>(n - i);
+    if constexpr (sizeof(S) == 4) _mm512_store_si512(to + i, _mm512_maskz_loadu_epi32(which, p + i));
+    if constexpr (sizeof(S) == 2 && each == 32) _mm512_store_si512(to + i, _mm512_maskz_loadu_epi16(which, p + i));
+    if constexpr (sizeof(S) == 2 && each == 16)
+      _mm256_store_si256(reinterpret_cast<__m256i*>(to + i), _mm256_maskz_loadu_epi16(which, p + i));
+  }
+#else
+  memset(to, 0, sizeof(to));
+  memcpy(to, p, static_cast<size_t>(min_of(n, N)) * sizeof(S));
+#endif
+}
+
+// The first n of N elements, the others stay.
+template <int64_t N, class S>
+MH_INLINE void store_some(S* p, int64_t n, const S (&from)[N]) {
+#if defined(__AVX512BW__)
+  const mask_of<N> which = first_of<N>(n);
+  if constexpr (sizeof(S) == 8) _mm512_mask_storeu_epi64(p, which, _mm512_load_si512(from));
+  if constexpr (sizeof(S) == 4) _mm512_mask_storeu_epi32(p, which, _mm512_load_si512(from));
+  if constexpr (sizeof(S) == 2)
+    _mm256_mask_storeu_epi16(p, which, _mm256_load_si256(reinterpret_cast<const __m256i*>(from)));
+#else
+  for (int64_t i = 0; i < n; ++i) p[i] = from[i];
+#endif
+}
+
 // Rows of memory that are needed soon. The hardware looks ahead only while there are loads that miss; arithmetic on
 // what is in cache would let memory idle, so lines are asked for, evenly, all through it.
 struct upcoming {
