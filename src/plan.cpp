@@ -31,7 +31,6 @@ namespace {
 constexpr int64_t keys_of_tile[] = {96, 64, 128};  // by route: tile, decode, matrix
 constexpr int64_t matrix_rows = 32;                // of a panel
 constexpr int64_t most_panels = 16;                // of a task; kernels have room for so many
-constexpr int64_t few_keys = 24;
 constexpr int64_t split_rows = 128;  // at most this many rows per kv head and batch entry: split long keys
 constexpr int64_t split_keys = 512;  // of a chunk, up to whole tiles
 
@@ -39,6 +38,17 @@ int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step;
 int64_t blocks(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
 int64_t dtype_bytes(int32_t dtype) { return dtype == MH_DTYPE_F64 ? 8 : dtype == MH_DTYPE_F32 ? 4 : 2; }
+
+// Whether the decode route is the faster one. It takes a row's time for each row, a part of which does not grow with the
+// head: sums of dot products' lanes. The tile route takes a vector of rows at a time, the second one for half as much.
+// Where they are even, measured with 2 to 24 rows, 4 to 512 keys and heads of 8 to 256 (AVX-512 and AVX2): heads of 16 5
+// rows of 16 lanes and 4 of 8, of 32 9 and 5, of 64 13 and 7, of 128 15 and 8; more keys change little.
+bool goes_to_decode(const problem& p, int64_t lanes) {
+  const int64_t rows = p.group() * p.q_len;
+  const double dims = static_cast<double>(p.head_dim + p.v_dim) / 2, width = static_cast<double>(lanes);
+  const double even = 1.21 * width * dims / (dims + 2.4 * width);
+  return rows <= most_decode_rows && static_cast<double>(rows) <= (rows > lanes ? 1.55 * even : even);
+}
 
 // Whether the matrix route is the faster one (kernel_api.hpp: matrix_rows). Of f32 the unit does six products for one, so
 // that what it does besides counts: it works on 32 rows, keys and dims at a time, the tile route on 16 rows, and packs Q, K
@@ -216,18 +226,14 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes) {
 
   plan.second_pass =
       (p.outputs & (MH_OUTPUT_WEIGHTS | MH_OUTPUT_MEAN_WEIGHTS | MH_OUTPUT_COLUMN_SUMS | MH_OUTPUT_SCORES)) != 0;
-  // Half as many rows where decoding alone needs copies (with head_dim 40, which needed them once: 6 rows of 8 heads took 1.2 times
-  // as long as tiles, 4 rows as long). With more than half a vector of rows a panel of them is as good for few keys: 10
-  // rows x 10 keys 4.7 and 5.1 us. The second pass subtracts the first one's maxima from scores that it computes again:
-  // both must sum them in the same order, which only the tile route does.
-  const bool copies_more = dtype_bytes(p.dtype) == real && shorter_than(p, lanes);  // never a matter of strides
-  const int64_t decode_rows = copies_more ? lanes / 4 : p.kv_len >= few_keys ? table.decode_rows[f64] : lanes / 2;
+  // The second pass subtracts the first one's maxima from scores that it computes again: both must sum them in the same
+  // order, which only the tile route does.
   const dtype_kernels& kernels = table.dtype[p.dtype];
   const double pairs = attended_pairs(p);
   const bool has_unit = kernels.attention[route_matrix] != nullptr;
   plan.kernel = plan.second_pass                              ? route_tile
-                : rows <= decode_rows                         ? route_decode
                 : has_unit && goes_to_unit(p, kernels, pairs) ? route_matrix
+                : goes_to_decode(p, lanes)                    ? route_decode
                                                               : route_tile;
   plan.block_kv = keys_of_tile[plan.kernel];
   plan.copy_kv = needs_copy(p, plan.kernel, lanes);

@@ -16,8 +16,6 @@
 namespace manyhead::MH_ISA {
 namespace {
 
-inline constexpr int64_t most_decode_rows = 16;
-
 template <class D>
 struct decode_task {
   using T = typename D::real;
@@ -51,6 +49,7 @@ struct decode_task {
   T* v_copy;
   T* row_sums;  // [rows][w], to be added up
   T row_max[most_decode_rows];
+  bool started;                   // out holds something
   alignas(64) bits<T> k_kept[w];  // of the last vector of K: all bits of a lane, or none
 
   MH_INLINE void carve(carver& from, int64_t row_count) {
@@ -81,18 +80,31 @@ struct decode_task {
     return from.used;
   }
 
-  // A row of q or K, `stride` apart, as T in the order that the scores are computed in.
-  MH_INLINE void arrange(const typename D::storage* row, int64_t stride, T* to) const {
-    const int64_t whole = k_back > 0 ? k_dim - w : c.head_dim;  // what is left goes behind k_back zeros
-    widen_row<D>(row, stride, whole, to);
-    for (int64_t d = whole; d < k_dim; ++d) to[d] = T(0);
-    if (k_back > 0) widen_row<D>(row + whole * stride, stride, c.head_dim - whole, to + whole + k_back);
-    for (int64_t d = 0; D::pairs_apart && d < k_pairs; d += 2 * w) {
-      vec<T> a = load(to + d), b = load(to + d + w);
-      deinterleave<T>(a, b);
-      store<T>(to + d, a);
-      store<T>(to + d + w, b);
+  // A row of q or K, elements `stride` apart, as T in the order that the scores are computed in, times `scale`.
+  MH_INLINE void arrange(const typename D::storage* row, int64_t stride, T scale, T* to) const {
+    const int64_t dim = c.head_dim, padded = k_dim, pairs = k_pairs, back = k_back;  // in registers through the stores
+    const vec<T> factor(scale);
+    int64_t d = 0;
+    for (; d < pairs; d += 2 * w) {
+      vec<T> a, b;
+      if (stride == 1) {
+        D::widen_pair(row + d, a, b);
+      } else {
+        alignas(64) T apart[2 * w];
+        widen_row<D>(row + d * stride, stride, 2 * w, apart);
+        a = vec<T>::load_aligned(apart);
+        b = vec<T>::load_aligned(apart + w);
+        if constexpr (D::pairs_apart) deinterleave<T>(a, b);
+      }
+      (a * factor).store_aligned(to + d);
+      (b * factor).store_aligned(to + d + w);
     }
+    if (d == padded) return;
+    const int64_t whole = back > 0 ? padded - w : dim;  // what is left goes behind `back` zeros
+    widen_row<D>(row + d * stride, stride, whole - d, to + d);
+    for (int64_t i = whole; i < padded; ++i) to[i] = T(0);
+    if (back > 0) widen_row<D>(row + whole * stride, stride, dim - whole, to + whole + back);
+    for (; d < padded; d += w) (vec<T>::load_aligned(to + d) * factor).store_aligned(to + d);
   }
 
   // Where vector d of such a row lies in memory.
@@ -105,13 +117,12 @@ struct decode_task {
     carver from{static_cast<char*>(task.scratch)};
     carve(from, rows);
     for (int64_t l = 0; l < w && k_back > 0; ++l) k_kept[l] = l < k_back ? bits<T>(0) : ~bits<T>(0);
+    const int64_t dims = k_dim;
     row_of of(c, task.row_begin);
     for (int64_t r = 0; r < rows; ++r, of.step(c)) {
       const auto* p = static_cast<const typename D::storage*>(c.q) + task.batch * c.q_strides[0] +
                       (kv_head * c.group + of.member) * c.q_strides[1] + of.query * c.q_strides[2];
-      T* to = q + r * k_dim;
-      arrange(p, c.q_strides[3], to);
-      for (int64_t d = 0; d < k_dim; d += w) store<T>(to + d, load(to + d) * vec<T>(static_cast<T>(c.q_scale)));
+      arrange(p, c.q_strides[3], static_cast<T>(c.q_scale), q + r * dims);
     }
   }
 
@@ -132,7 +143,7 @@ struct decode_task {
     return max_of(range_of(c, p, of.row_begin / c.group).begin, of.chunk * c.chunk_keys);
   }
   MH_INLINE rows_at<plain<D>> copied_k(rows_at<D> from, int64_t keys) {
-    for (int64_t k = 0; k < keys; ++k) arrange(from.from(k).base, c.k_strides[3], k_copy + k * k_dim);
+    for (int64_t k = 0; k < keys; ++k) arrange(from.from(k).base, c.k_strides[3], T(1), k_copy + k * k_dim);
     return {k_copy, k_dim};
   }
   MH_INLINE rows_at<plain<D>> copied_v(rows_at<D> from, int64_t keys) {
@@ -254,7 +265,7 @@ struct decode_task {
 
   // O[row .. row + R)[dims of N vectors] += P V for one tile. N: pairs, or 0 for a single vector.
   template <bool Careful, int R, int N, bool Ask, class E>
-  MH_INLINE void add_values(rows_at<E> v, int64_t keys, const T* p, T* to, soon next) {
+  MH_INLINE void add_values(rows_at<E> v, int64_t keys, const T* p, T* to, bool begun, soon next) {
     constexpr int V = N == 0 ? 1 : 2 * N;
     constexpr int64_t bytes = V * w * static_cast<int64_t>(sizeof(typename E::storage));
     vec<T> acc[R][V];
@@ -285,14 +296,14 @@ struct decode_task {
 #pragma GCC unroll 8
       for (int n = 0; n < V; ++n) {
         T* at_row = to + r * v_dim + n * w;
-        (vec<T>::load_aligned(at_row) + acc[r][n]).store_aligned(at_row);
+        (begun ? vec<T>::load_aligned(at_row) + acc[r][n] : acc[r][n]).store_aligned(at_row);
       }
     }
   }
 
   // All dims of R rows.
   template <bool Careful, int R, bool Ask, class E>
-  MH_INLINE void add_rows(int64_t r, int64_t first, rows_at<E> v, int64_t keys, soon next) {
+  MH_INLINE void add_rows(int64_t r, int64_t first, rows_at<E> v, int64_t keys, bool begun, soon next) {
     constexpr int N = pairs_of<R>;
     constexpr int64_t step = 2 * N * w;
     constexpr int64_t size = sizeof(typename E::storage);
@@ -300,22 +311,23 @@ struct decode_task {
     T* const to = out + r * v_dim;
     int64_t d = 0;
     for (; d + step <= v_pairs; d += step)
-      add_values<Careful, R, N, Ask>(v.from(0, d), keys, p, to + d, next.from(0, d * size));
+      add_values<Careful, R, N, Ask>(v.from(0, d), keys, p, to + d, begun, next.from(0, d * size));
     if constexpr (N > 1) {
       for (; d + 2 * w <= v_pairs; d += 2 * w)
-        add_values<Careful, R, 1, Ask>(v.from(0, d), keys, p, to + d, next.from(0, d * size));
+        add_values<Careful, R, 1, Ask>(v.from(0, d), keys, p, to + d, begun, next.from(0, d * size));
     }
     for (; d < v_dim; d += w) {
-      add_values<Careful, R, 0, Ask>(v.from(0, place_of(d, v_dim, v_back)), keys, p, to + d, next.from(0, d * size));
+      add_values<Careful, R, 0, Ask>(v.from(0, place_of(d, v_dim, v_back)), keys, p, to + d, begun,
+                                     next.from(0, d * size));
     }
   }
 
   template <bool Careful, int R, bool Ask, class E>
-  MH_INLINE void add_all_rows(int64_t r, int64_t first, rows_at<E> v, int64_t keys, soon next) {
+  MH_INLINE void add_all_rows(int64_t r, int64_t first, rows_at<E> v, int64_t keys, bool begun, soon next) {
     const int64_t row_end = r + (rows - r) / R * R;
-    for (int64_t n = r; n < row_end; n += R) add_rows<Careful, R, Ask>(n, first, v, keys, next);
+    for (int64_t n = r; n < row_end; n += R) add_rows<Careful, R, Ask>(n, first, v, keys, begun, next);
     if constexpr (R > 1) {
-      if (row_end < rows) add_all_rows<Careful, R / 2, Ask>(row_end, first, v, keys, next);
+      if (row_end < rows) add_all_rows<Careful, R / 2, Ask>(row_end, first, v, keys, begun, next);
     }
   }
 
@@ -324,38 +336,78 @@ struct decode_task {
   __attribute__((noinline)) void add_all(rows_at<E> v, int64_t keys, soon next) {
     const int64_t step = rows > most_rows ? keys_at_once : keys;
     for (int64_t first = 0; first < keys; first += step)
-      add_all_rows<Careful, most_rows, Ask>(0, first, v.from(first), min_of(step, keys - first), next.from(first));
+      add_all_rows<Careful, most_rows, Ask>(0, first, v.from(first), min_of(step, keys - first), started || first > 0,
+                                            next.from(first));
+    started = true;
   }
 
-  // Takes in the scores of row r: raises its maximum, turns scores into weights. Nothing goes across lanes but where
-  // the maximum rises: sums of lanes and maxima would be chains of ten dependent steps a row.
-  template <bool Careful>
-  MH_INLINE void weigh(int64_t r, int64_t padded_keys, T careful_factor) {
-    T* s = scores + r * width;
-    vec<T> tops(-infinity<T>);
-    for (int64_t k = 0; k < padded_keys; k += w) tops = larger<T>(tops, vec<T>::load_aligned(s + k));
-    const vec<T> scale(static_cast<T>(c.exp_scale));
+  // Slots from `keys` on, of the vector at `last`, are no keys. They may hold anything, NaN too.
+  MH_INLINE void close_slots(int64_t keys, int64_t last) {
+    alignas(64) T slot[w];
+    for (int64_t l = 0; l < w; ++l) slot[l] = static_cast<T>(last + l - keys);
+    const auto is_key = vec<T>::load_aligned(slot) < vec<T>(T(0));
+    for (int64_t r = 0; r < rows; ++r) {
+      T* const s = scores + r * width + last;
+      xsimd::select(is_key, vec<T>::load_aligned(s), vec<T>(-infinity<T>)).store_aligned(s);
+    }
+  }
+
+  // Takes in the scores of rows r .. r + R: raises their maxima, turns scores into weights. Nothing goes across lanes but
+  // where a maximum rises: sums of lanes and maxima would be chains of ten dependent steps a row.
+  template <bool Careful, int R>
+  MH_INLINE void weigh_rows(int64_t r, int64_t padded_keys, T careful_factor) {
+    T* const s = scores + r * width;
     T* const row_sum = row_sums + r * w;
-    if (xsimd::any(tops > vec<T>(row_max[r] + static_cast<T>(lazy_rescale / c.exp_scale)))) {
-      const T top = xsimd::reduce_max(tops);
-      if (row_max[r] > lowest<T>) {  // else sum and values are still 0
-        const vec<T> factor = exp2_of<T>((vec<T>(row_max[r]) - vec<T>(top)) * scale);
-        (vec<T>::load_aligned(row_sum) * factor).store_aligned(row_sum);
-        for (int64_t d = 0; d < v_dim; d += w) store<T>(out + r * v_dim + d, load(out + r * v_dim + d) * factor);
-      }
-      row_max[r] = top;
-    }
-    const vec<T> max_now(row_max[r]);
-    vec<T> sum = vec<T>::load_aligned(row_sum);
+    const int64_t stride = width;
+    vec<T> tops[R];
+#pragma GCC unroll 8
+    for (int n = 0; n < R; ++n) tops[n] = vec<T>(-infinity<T>);
     for (int64_t k = 0; k < padded_keys; k += w) {
-      const vec<T> score = vec<T>::load_aligned(s + k);
-      vec<T> p = exp2_of<T>((score - max_now) * scale);
-      sum = sum + p;
-      if constexpr (Careful)
-        p = xsimd::select(score == vec<T>(-infinity<T>), vec<T>(T(-0.0)), p * vec<T>(careful_factor));
-      p.store_aligned(s + k);
+#pragma GCC unroll 8
+      for (int n = 0; n < R; ++n) tops[n] = larger<T>(tops[n], vec<T>::load_aligned(s + n * stride + k));
     }
-    sum.store_aligned(row_sum);
+    const T reach = static_cast<T>(lazy_rescale / c.exp_scale);
+    const vec<T> scale(static_cast<T>(c.exp_scale));
+#pragma GCC unroll 8
+    for (int n = 0; n < R; ++n) {
+      const T before = row_max[r + n];
+      if (!xsimd::any(tops[n] > vec<T>(before + reach))) continue;
+      const T top = largest_of<T>(tops[n]);
+      if (before > lowest<T>) {  // else sum and values are still 0
+        const vec<T> factor = exp2_of<T>((vec<T>(before) - vec<T>(top)) * scale);
+        (vec<T>::load_aligned(row_sum + n * w) * factor).store_aligned(row_sum + n * w);
+        T* const values = out + (r + n) * v_dim;
+        for (int64_t d = 0; d < v_dim; d += w) store<T>(values + d, load(values + d) * factor);
+      }
+      row_max[r + n] = top;
+    }
+    vec<T> sum[R];
+#pragma GCC unroll 8
+    for (int n = 0; n < R; ++n) sum[n] = vec<T>::load_aligned(row_sum + n * w);
+    for (int64_t k = 0; k < padded_keys; k += w) {
+      vec<T> p[R];
+#pragma GCC unroll 8
+      for (int n = 0; n < R; ++n) p[n] = (vec<T>::load_aligned(s + n * stride + k) - vec<T>(row_max[r + n])) * scale;
+      exp2_of<T, R>(p);
+#pragma GCC unroll 8
+      for (int n = 0; n < R; ++n) {
+        sum[n] = sum[n] + p[n];
+        T* const to = s + n * stride + k;
+        if constexpr (Careful) {
+          const auto closed = vec<T>::load_aligned(to) == vec<T>(-infinity<T>);
+          p[n] = xsimd::select(closed, vec<T>(T(-0.0)), p[n] * vec<T>(careful_factor));
+        }
+        p[n].store_aligned(to);
+      }
+    }
+#pragma GCC unroll 8
+    for (int n = 0; n < R; ++n) sum[n].store_aligned(row_sum + n * w);
+  }
+
+  template <bool Careful, int R>
+  MH_INLINE void weigh_all(int64_t r, int64_t padded_keys, T careful_factor) {
+    for (; r + R <= rows; r += R) weigh_rows<Careful, R>(r, padded_keys, careful_factor);
+    if constexpr (R > 1) weigh_all<Careful, R / 2>(r, padded_keys, careful_factor);
   }
 
   // Every eighth tile is timed, for itself and those up to the next one: a tile can be half a microsecond.
@@ -369,7 +421,7 @@ struct decode_task {
   template <bool Careful>
   __attribute__((noinline)) void attend_all() {
     const T careful_factor = Careful ? static_cast<T>(::exp2(-careful_shift(c.kv_len))) : T(1);
-    memset(out, 0, static_cast<size_t>(rows * v_dim) * sizeof(T));
+    started = false;
     memset(row_sums, 0, static_cast<size_t>(rows * w) * sizeof(T));
     for (int64_t r = 0; r < rows; ++r) row_max[r] = lowest<T>;
     const key_range first = range_of(c, at, task.row_begin / c.group);
@@ -409,10 +461,8 @@ struct decode_task {
       if (c.bias != nullptr) bias_pass_rows<T>(c, t, width, scores);
       if (restricted) visibility_pass_rows<T>(words, round_up(rows, w), rows, padded, width, scores);
       if (restricted || has_score_passes(c)) lap(clock, phase_mask);
-      for (int64_t i = keys; i < padded; ++i) {
-        for (int64_t r = 0; r < rows; ++r) scores[r * width + i] = -infinity<T>;
-      }
-      for (int64_t r = 0; r < rows; ++r) weigh<Careful>(r, padded, careful_factor);
+      if (keys < padded) close_slots(keys, padded - w);
+      weigh_all<Careful, min_of(most_rows, exp2_vectors)>(0, padded, careful_factor);
       lap(clock, phase_softmax);
       if (c.copy_kv) {
         add_all<Careful, false>(copied_v(v, keys), keys, soon{});
@@ -426,6 +476,7 @@ struct decode_task {
       }
       lap(clock, phase_values);
     }
+    if (!started) memset(out, 0, static_cast<size_t>(rows * v_dim) * sizeof(T));
     if (task.clock != nullptr) resume_clock(*task.clock, 1);
   }
 
@@ -433,6 +484,9 @@ struct decode_task {
   bool finish(bool careful) {
     vec<T> not_finite(T(0));
     const double undo = careful ? ::exp2(careful_shift(c.kv_len)) : 1.0;
+    // Stores of vectors may change members, for all that a compiler knows.
+    const int64_t dims = v_dim, back = v_back, pairs = D::pairs_apart && !c.copy_kv ? v_pairs : 0;
+    const bool partial = c.chunks > 1, in_vectors = back == dims - c.v_dim && (partial || c.out_strides[3] == 1);
     row_of of(c, task.row_begin);
     for (int64_t r = 0; r < rows; ++r, of.step(c)) {
       const int64_t head = kv_head * c.group + of.member;
@@ -443,22 +497,33 @@ struct decode_task {
         write_state<T>(c, task.batch, head, of.query, task.chunk, e);
         if (c.sinks != nullptr) factor = static_cast<T>(e.factor * undo);
       }
-      if (D::pairs_apart && !c.copy_kv) {
-        T* const values = out + r * v_dim;
-        for (int64_t d = 0; d < v_pairs; d += 2 * w) {
-          vec<T> a = load(values + d), b = load(values + d + w);
-          interleave<T>(a, b);
-          store<T>(values + d, a);
-          store<T>(values + d + w, b);
+      const T* const values = out + r * dims;
+      void* const place = place_of_row<D>(c, task.batch, head, of.query, task.chunk);
+      const auto value = [&](int64_t d) MH_INLINE_LAMBDA {
+        const vec<T> x = vec<T>::load_aligned(values + d) * vec<T>(factor);
+        not_finite = xsimd::fma(x, vec<T>(T(0)), not_finite);
+        return x;
+      };
+      const auto write = [&](int64_t d, vec<T> x) MH_INLINE_LAMBDA {
+        if (!in_vectors) return write_values<D>(c, place, d, min_of(w, c.v_dim - d), x);
+        if (partial) return store<T>(static_cast<T*>(place) + d, x);
+        D::narrow(x, static_cast<typename D::storage*>(place) + d);
+      };
+      int64_t d = 0;
+      if constexpr (D::pairs_apart) {
+        for (; d < pairs; d += 2 * w) {
+          vec<T> even = value(d), odd = value(d + w);
+          if (in_vectors && !partial) {
+            const word_vec both = D::narrow(even) | (D::narrow(odd) << 16);
+            memcpy(static_cast<typename D::storage*>(place) + d, &both, sizeof(both));
+          } else {
+            interleave<T>(even, odd);
+            write(d, even);
+            write(d + w, odd);
+          }
         }
       }
-      void* const place = place_of_row<D>(c, task.batch, head, of.query, task.chunk);
-      for (int64_t d = 0; d < c.v_dim; d += w) {
-        const vec<T> x = load(out + r * v_dim + d) * vec<T>(factor);
-        not_finite = xsimd::fma(x, vec<T>(T(0)), not_finite);
-        const int64_t at_dim = place_of(d, v_dim, v_back);
-        write_values<D>(c, place, at_dim, min_of(w, c.v_dim - at_dim), x);
-      }
+      for (; d < dims; d += w) write(place_of(d, dims, back), value(d));
     }
     return xsimd::all(not_finite == vec<T>(T(0)));
   }

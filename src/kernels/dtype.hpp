@@ -214,10 +214,6 @@ template <class D>
 MH_INLINE void widen_row(const typename D::storage* p, int64_t stride, int64_t n, typename D::real* to) {
   int64_t i = 0;
   if (stride == 1) {
-    if constexpr (sizeof(typename D::storage) == sizeof(typename D::real)) {
-      memcpy(to, p, static_cast<size_t>(n) * sizeof(*to));
-      return;
-    }
     constexpr int64_t w = lanes<typename D::real>;
     for (; i + w <= n; i += w) store(to + i, D::widen(p + i));
   }

@@ -178,6 +178,8 @@ using read_fn = uint64_t (*)(const void*, int64_t bytes);
 
 enum route : int32_t { route_tile, route_decode, route_matrix, route_count };
 
+inline constexpr int64_t most_decode_rows = 32;  // group * q_len, for which tasks of the decode route have room
+
 struct dtype_kernels {
   task_fn attention[route_count];  // route_matrix: NULL where there is no matrix unit for the type
   task_fn weights;                 // second pass: weights, scores, column sums from row_states
@@ -192,9 +194,8 @@ struct dtype_kernels {
 
 struct kernel_table {
   const char* isa;
-  int32_t lanes;           // floats in a vector
-  int32_t panel_rows[2];   // rows of the widest panel: [0] for float arithmetic, [1] for double
-  int32_t decode_rows[2];  // up to this many rows (group * q_len) the decode route is the faster one
+  int32_t lanes;          // floats in a vector
+  int32_t panel_rows[2];  // rows of the widest panel: [0] for float arithmetic, [1] for double
   int32_t dtypes;
   dtype_kernels dtype[4];   // by mh_dtype
   int32_t linear_width[2];  // outputs of a whole panel of packed weights: [0] float, [1] double

@@ -57,23 +57,19 @@ constexpr dtype_kernels kernels_of() {
 #define MH_TEXT_(x) #x
 #define MH_TEXT(x) MH_TEXT_(x)
 
-// Up to three quarters of a vector of rows the decode route wins (10 of 16 rows, 64 to 256 keys: by 1.2 to 1.3): it reads
-// K with whole vectors where a panel would use row / lanes of each.
-constexpr kernel_table table = {
-    MH_TEXT(MH_ISA),
-    static_cast<int32_t>(lanes<float>),
-    {static_cast<int32_t>(panel_width<float>), static_cast<int32_t>(panel_width<double>)},
-    {static_cast<int32_t>(lanes<float> * 3 / 4), static_cast<int32_t>(lanes<double> * 3 / 4)},
-    4,
-    {
+constexpr kernel_table table = {MH_TEXT(MH_ISA),
+                                static_cast<int32_t>(lanes<float>),
+                                {static_cast<int32_t>(panel_width<float>), static_cast<int32_t>(panel_width<double>)},
+                                4,
+                                {
 #define MH_DTYPE_ROW(enumerator, trait, real) kernels_of<trait, real>(),
 #include "instances.inc"
 #undef MH_DTYPE_ROW
-    },
-    {static_cast<int32_t>(linear_width<float>), static_cast<int32_t>(linear_width<double>)},
-    {linear_task<float>, linear_task<double>},
-    linear_unit,
-    read_memory};
+                                },
+                                {static_cast<int32_t>(linear_width<float>), static_cast<int32_t>(linear_width<double>)},
+                                {linear_task<float>, linear_task<double>},
+                                linear_unit,
+                                read_memory};
 
 #define MH_DTYPE_ROW(enumerator, trait, real) +1
 static_assert(0

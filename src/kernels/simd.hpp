@@ -216,6 +216,17 @@ MH_INLINE vec<T> larger(vec<T> top, vec<T> x) {
 #endif
 }
 
+// Of all lanes. xsimd's goes through permutations by tables on AVX-512.
+template <class T>
+MH_INLINE T largest_of(vec<T> x) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) return _mm512_reduce_max_ps(x);
+  if constexpr (sizeof(T) == 8) return _mm512_reduce_max_pd(x);
+#else
+  return xsimd::reduce_max(x);
+#endif
+}
+
 template <class T>
 inline constexpr int mantissa_bits = sizeof(T) == 4 ? 24 : 53;
 
