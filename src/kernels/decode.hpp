@@ -80,6 +80,11 @@ struct decode_task {
     return from.used;
   }
 
+  // Out of line: clang keeps an address for each element, of which the usual way would pay.
+  static __attribute__((noinline)) void gather(const typename D::storage* row, int64_t stride, T (&to)[2 * w]) {
+    widen_row<D>(row, stride, 2 * w, to);
+  }
+
   // A row of q or K, elements `stride` apart, as T in the order that the scores are computed in, times `scale`.
   MH_INLINE void arrange(const typename D::storage* row, int64_t stride, T scale, T* to) const {
     const int64_t dim = c.head_dim, padded = k_dim, pairs = k_pairs, back = k_back;  // in registers through the stores
@@ -91,7 +96,7 @@ struct decode_task {
         D::widen_pair(row + d, a, b);
       } else {
         alignas(64) T apart[2 * w];
-        widen_row<D>(row + d * stride, stride, 2 * w, apart);
+        gather(row + d * stride, stride, apart);
         a = vec<T>::load_aligned(apart);
         b = vec<T>::load_aligned(apart + w);
         if constexpr (D::pairs_apart) deinterleave<T>(a, b);

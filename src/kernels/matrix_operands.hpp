@@ -120,9 +120,7 @@ struct matrix_operands {
           take(seen, lines[l]);
         }
         if constexpr (unit_takes_rows) {
-          word_vec row[w];
-          for (int64_t l = 0; l < w; ++l) row[l] = lines[l][0];
-          put_columns(to, l0, d, row);
+          put_columns(to, l0, d, lines);
         } else {
           turn(lines, [&](int64_t i, const word_vec(&part)[parts]) MH_INLINE_LAMBDA {
 #pragma GCC unroll 3

@@ -69,10 +69,10 @@ MH_INLINE void put_row(uint16_t* a, int64_t row, int64_t k, word_vec x) {
 }
 
 // As many of each of `lanes` neighbouring columns of B, which begins at `b`.
-MH_INLINE void put_columns(uint32_t* b, int64_t column, int64_t k, word_vec (&x)[lanes<float>]) {
+MH_INLINE void put_columns(uint32_t* b, int64_t column, int64_t k, const word_vec (&x)[lanes<float>][1]) {
   auto* block = reinterpret_cast<uint16_t*>(b + k / unit_step * unit_block);
 #pragma GCC unroll 4
-  for (int l = 0; l < lanes<float>; ++l) put_row(block, column + l, k % unit_step, x[l]);
+  for (int l = 0; l < lanes<float>; ++l) put_row(block, column + l, k % unit_step, x[l][0]);
 }
 
 // Pairs from k on of `lanes` neighbouring columns.

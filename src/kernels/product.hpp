@@ -187,8 +187,11 @@ MH_INLINE void product_tile(A a, B b, int64_t depth, C c, T* column_max, line_wa
   }
   // Steps [first, last) for vectors [V0, V1).
   const auto sum = [&]<int V0, int V1>(int64_t first, int64_t last) MH_INLINE_LAMBDA {
-  // Two steps a turn: the counting of a turn takes slots that the multiply-adds could have.
-#if !XSIMD_WITH_EMULATED
+  // Two steps a turn: the counting of a turn takes slots that the multiply-adds could have. But clang moves the first
+  // step's multiply-adds behind the branches of the second's next.step(), where its loads have no registers left.
+#if defined(__clang__)
+#pragma clang loop unroll(disable)
+#elif !XSIMD_WITH_EMULATED
 #pragma GCC unroll 2
 #endif
     for (int64_t k = first; k < last; ++k) {

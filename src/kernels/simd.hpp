@@ -315,7 +315,7 @@ template <int N, int Degree, bool Flushed, int Bits>
 MH_INLINE void exp2_by_floor(vec<float> (&x)[N]) {
   static_assert(sizeof(exp2_terms_up<Degree>) == (Degree + 1) * sizeof(float), "there are terms of this degree");
   constexpr float rounds =
-      Bits == 24 ? 0 : static_cast<float>(3 << (23 - Bits));  // 1.5 times what has such last places
+      Bits == 24 ? 0 : static_cast<float>((3 << 23) >> Bits);  // 1.5 times what has such last places
   vec<float> f[N], p[N];
 #pragma GCC unroll 16
   for (int i = 0; i < N; ++i) f[i] = _mm512_reduce_ps(x[i], _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
