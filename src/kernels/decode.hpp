@@ -231,6 +231,8 @@ struct decode_task {
     for (; d < k_dim; d += w) {
       const int64_t at_dim = c.copy_kv ? d : place_of(d, k_dim, k_back);
 #pragma GCC unroll 16
+      for (int i = 0; Ask && i < K; ++i) ask<E>(next.base + i * next.stride + d * size);
+#pragma GCC unroll 16
       for (int i = 0; i < K; ++i) {
         vec<T> y = E::widen(key[i] + at_dim);
         if (at_dim < d) {
