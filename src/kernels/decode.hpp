@@ -380,7 +380,7 @@ struct decode_task {
       const T before = row_max[r + n];
       if (!xsimd::any(tops[n] > vec<T>(before + reach))) continue;
       const T top = largest_of<T>(tops[n]);
-      if (before > lowest<T>) {  // else sum and values are still 0
+      if (before > lowest<T>) {  // else there is no sum and no value yet
         const vec<T> factor = exp2_of<T>((vec<T>(before) - vec<T>(top)) * scale);
         (vec<T>::load_aligned(row_sum + n * w) * factor).store_aligned(row_sum + n * w);
         T* const values = out + (r + n) * v_dim;
@@ -442,6 +442,7 @@ struct decode_task {
       clock = clock_of(tile++, (end - b + c.block_kv - 1) / c.block_kv);
       const tile_at t{task.batch, kv_head, task.row_begin, rows, max_of(b, begin), min_of(b + c.block_kv, end)};
       const int64_t keys = t.keys();
+      if (keys <= 0) continue;  // a window that begins behind the last key
       const int64_t padded = round_up(keys, w);
       bool restricted = false;
       if (c.mask != nullptr || c.key_mask != nullptr || t.begin < last.begin || t.end > first.end) {

@@ -78,7 +78,7 @@ MH_INLINE key_range reach_of(const kernel_call& c, int64_t position) {
 // Those of them that query i may attend: in use. May be empty with begin > end.
 MH_INLINE key_range range_of(const kernel_call& c, const positions& at, int64_t query) {
   const key_range r = reach_of(c, query + at.offset);
-  return {max_of(0, r.begin), min_of(at.used, r.end)};
+  return {min_of(max_of(0, r.begin), at.used), min_of(at.used, r.end)};
 }
 
 // Bits [begin, end) of a word, for any integers.
