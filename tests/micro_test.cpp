@@ -223,14 +223,9 @@ void check_products(uint16_t (*narrow)(float)) {
                 pairs_at(&a[i * part + row * sums + k]));
       }
       for (int64_t column = 0; column < rows; column += w) {
-        word_vec x[w];
-        for (int64_t l = 0; l < w; ++l) x[l] = pairs_at(&b[i * part + (column + l) * sums + k]);
-        if constexpr (unit_takes_rows) {
-          put_columns(&columns[i * part / 2], column, k, x);
-        } else {
-          transpose_words(x);
-          for (int64_t l = 0; l < w; ++l) put_pair(&columns[i * part / 2], column, k + 2 * l, x[l]);
-        }
+        word_vec x[w][1];
+        for (int64_t l = 0; l < w; ++l) x[l][0] = pairs_at(&b[i * part + (column + l) * sums + k]);
+        put_columns(&columns[i * part / 2], column, k, x);
       }
     }
     for (int64_t k = 0; k < sums; k += 2 * weight_pairs) {
@@ -361,6 +356,43 @@ TEST_CASE_TEMPLATE("sums of vectors, in an order that does not depend on the lan
   for (int64_t i = 0; i < n; ++i) CHECK(sums[i] == static_cast<T>(100 * i * n + n * (n - 1) / 2));
   sums_of<T>(same).store_aligned(sums.get());
   for (int64_t i = 1; i < n; ++i) CHECK(sums[i] == sums[0]);
+}
+
+template <class S, int64_t N>
+void check_load_some() {
+  for (int64_t n = 1; n <= N + 1; ++n) {
+    std::vector<S> from(static_cast<size_t>(n));  // as long as it is: sanitizers see a read behind it
+    for (size_t i = 0; i < from.size(); ++i) from[i] = static_cast<S>(i + 1);
+    alignas(64) S to[N];
+    std::fill_n(to, N, S(99));
+    load_some(from.data(), n, to);
+    for (int64_t i = 0; i < N; ++i) CHECK(to[i] == static_cast<S>(i < n ? i + 1 : 0));
+  }
+}
+
+TEST_CASE_TEMPLATE("the first of some elements are loaded, and zeros for the others", S, float, uint16_t) {
+  check_load_some<S, lanes<float>>();
+  check_load_some<S, 2 * lanes<float>>();
+}
+
+TEST_CASE_TEMPLATE("the first of a vector's elements are stored, and none beside them", S, float, double, uint16_t) {
+  constexpr int64_t n = sizeof(S) == 8 ? lanes<double> : lanes<float>;
+  alignas(64) S from[n];
+  for (int64_t i = 0; i < n; ++i) from[i] = static_cast<S>(i + 1);
+  for (int64_t count = 0; count <= n; ++count) {
+    S to[n];
+    std::fill_n(to, n, S(99));
+    store_some(to, count, from);
+    for (int64_t i = 0; i < n; ++i) CHECK(to[i] == static_cast<S>(i < count ? i + 1 : 99));
+  }
+}
+
+TEST_CASE_TEMPLATE("the largest of all lanes", T, float, double) {
+  for (int64_t at = 0; at < lanes<T>; ++at) {
+    alignas(64) T x[lanes<T>];
+    for (int64_t i = 0; i < lanes<T>; ++i) x[i] = i == at ? T(-1) : -infinity<T>;
+    CHECK(largest_of<T>(vec<T>::load_aligned(x)) == T(-1));
+  }
 }
 
 TEST_CASE_TEMPLATE("interleave mixes two vectors, deinterleave parts them again", T, float, double) {

@@ -119,7 +119,7 @@ struct matrix_operands {
           pairs_of_row(from[l], c.q_strides[3], d, c.head_dim, lines[l]);
           take(seen, lines[l]);
         }
-        if constexpr (unit_takes_rows) {
+        if constexpr (parts == 1) {
           put_columns(to, l0, d, lines);
         } else {
           turn(lines, [&](int64_t i, const word_vec(&part)[parts]) MH_INLINE_LAMBDA {

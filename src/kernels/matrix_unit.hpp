@@ -44,7 +44,6 @@ struct unit_b {
 
 // Numbers of more parts are left to FMA: f16 takes 4 products a score and 3 a value.
 inline constexpr int unit_parts = 1;
-inline constexpr bool unit_takes_rows = true;  // of Q: put_columns, else put_pair
 inline constexpr bool unit_takes_memory = false;
 // From so many rows and keys on the unit wins over FMA, which does 4 rows at a time where the unit does 32 whatever their
 // number: an estimate from the instructions of both routes for head_dim 64 (24 rows: 870 a key and 1300; 16 rows: 870 and
@@ -85,17 +84,16 @@ MH_INLINE void put_weights(uint32_t* b, int64_t column, int64_t k, const word_ve
 #else
 
 inline constexpr int unit_parts = 3;
-inline constexpr bool unit_takes_rows = false;
 inline constexpr bool unit_takes_memory = true;  // rows of A anywhere, 32 values of a step side by side
 // With fewer rows or keys FMA wins over the unit, by the parts of a number (of three: plan.cpp). On one thread, head_dim
 // 64, its speed beside the tile route's: bf16 10 x 10 0.5, 32 x 16 0.85, 16 x 64 1.1, 32 x 32 1.25, 64 x 64 1.6; f16 in
 // two parts 32 x 32 0.84, 16 x 1024 0.8, 32 x 64 1.0, 32 x 256 1.1; f32 in three 64 x 64 0.9, 64 x 512 1.0, 128 x 128
-// 1.13. Beside the decode route's, bf16: 8 rows x 64 keys 0.7, x 512 0.94, 10 rows 0.93 and 1.2.
+// 1.13. Beside the decode route's, bf16: 8 rows x 64 keys 0.7, x 512 0.94, 10 rows 0.93 and 1.2, 12 rows 1.02 and 1.3.
 struct unit_size {
   int32_t rows, keys;
 };
 template <int Parts>
-inline constexpr unit_size unit_least = Parts == 1   ? unit_size{9, 32}
+inline constexpr unit_size unit_least = Parts == 1   ? unit_size{11, 32}
                                         : Parts == 2 ? unit_size{32, 64}
                                                      : unit_size{96, 64};
 inline constexpr int weight_pairs = 1;
@@ -107,6 +105,16 @@ MH_INLINE void put_row(uint16_t* a, int64_t row, int64_t k, word_vec x) {
 // The pair k of `lanes` neighbouring columns of B, which begins at `b`.
 MH_INLINE void put_pair(uint32_t* b, int64_t column, int64_t k, word_vec x) {
   x.store_aligned(b + k / 2 * unit_rows + column);
+}
+
+// 2 x lanes values of each of them.
+MH_INLINE void put_columns(uint32_t* b, int64_t column, int64_t k, const word_vec (&x)[lanes<float>][1]) {
+  word_vec pairs[lanes<float>];
+#pragma GCC unroll 16
+  for (int l = 0; l < lanes<float>; ++l) pairs[l] = x[l][0];
+  transpose_words(pairs);
+#pragma GCC unroll 16
+  for (int i = 0; i < lanes<float>; ++i) put_pair(b, column, k + 2 * i, pairs[i]);
 }
 
 MH_INLINE void put_weights(uint32_t* b, int64_t column, int64_t k, const word_vec (&x)[weight_pairs]) {
