@@ -42,8 +42,9 @@ int64_t dtype_bytes(int32_t dtype) { return dtype == MH_DTYPE_F64 ? 8 : dtype ==
 // Whether the decode route is the faster one. It takes a row's time for each row, a part of which does not grow with the
 // head: sums of dot products' lanes. The tile route takes a vector of rows at a time, the second one for half as much.
 // Where they are even, measured in f32 with 2 to 24 rows, 4 to 512 keys and heads of 8 to 256 on AVX-512 and AVX2: heads
-// of 16 5 rows of 16 lanes and 4 of 8, of 32 9 and 5, of 64 13 and 7, of 128 15 and 8, of which the rule takes one less at
-// most; more keys change little, and 16 bits would allow one or two more. Vectors of 4 are unmeasured: one of them at most.
+// of 16 5 rows of 16 lanes and 4 of 8, of 32 9 and 5, of 64 13 and 7, of 128 15 and 8; the rule is within one row of that.
+// Up to 128 keys their number changes little, with 512 heads of 96 and more are even at 12 of 16 lanes. Vectors of 4 are
+// unmeasured: one of them at most.
 bool goes_to_decode(const problem& p, int64_t lanes) {
   const int64_t rows = p.group() * p.q_len;
   const double dims = static_cast<double>(p.head_dim + p.v_dim) / 2, width = static_cast<double>(lanes);
