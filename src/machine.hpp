@@ -9,14 +9,26 @@
 namespace manyhead {
 
 // CPU levels that ISA tables need (rows of src/kernels/meson.build name them).
-enum class cpu_level : int32_t { x86_floor, x86_v3, x86_v4, x86_amx, x86_amx_fp16, arm_floor, arm_bf16, any, count };
+enum class cpu_level : int32_t {
+  x86_floor,
+  x86_v3,
+  x86_v4,
+  x86_bf16,
+  x86_amx,
+  x86_amx_fp16,
+  arm_floor,
+  arm_bf16,
+  any,
+  count
+};
 
 struct machine {
   std::string cpu_name;
-  bool has_level[static_cast<int>(cpu_level::count)] = {};  // indexed by cpu_level
-  int64_t l1_bytes = 32768;                                 // data cache of one core
-  int64_t l2_bytes = 262144;                                // of one core
-  int64_t l3_bytes = 0;                                     // shared; 0 = unknown
+  bool has_level[static_cast<int>(cpu_level::count)] = {};   // indexed by cpu_level
+  bool slow_level[static_cast<int>(cpu_level::count)] = {};  // the next best one that it has is faster
+  int64_t l1_bytes = 32768;                                  // data cache of one core
+  int64_t l2_bytes = 262144;                                 // of one core
+  int64_t l3_bytes = 0;                                      // shared; 0 = unknown
   int32_t cpus = 1;             // that this process may run on (affinity mask, not the whole host)
   std::string isa_request;      // MH_ISA, "" = none
   std::string threads_error;    // why MH_THREADS could not be used, "" = fine

@@ -75,7 +75,7 @@ const kernel_table& current_isa() {
   const int32_t wanted = set == unset ? requested : set;
   if (wanted >= 0) return *rows[wanted].kernels();
   for (int32_t i = 0; i < row_count; ++i) {
-    if (isa_supported(i)) return *rows[i].kernels();
+    if (isa_supported(i) && !this_machine().slow_level[static_cast<int>(rows[i].level)]) return *rows[i].kernels();
   }
   fail(MH_UNSUPPORTED, "this CPU (", this_machine().cpu_name, ") can run none of: ", names());
 }

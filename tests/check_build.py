@@ -70,10 +70,11 @@ def check_objects(nm: str, archive: str) -> list[str]:
 # Rows of a tile of the products (tile_rows in src/kernels/product.hpp) by vectors of a panel. The product of both is
 # the number of FMAs in the loop over the depth, which is a multiple of it where the compiler unrolled the loop.
 TILE_ROWS = {"avx512": {3: 8, 2: 12, 1: 16}, "avx2": {2: 6, 1: 8}}
-TILE_ROWS |= dict.fromkeys(["amx", "amx_fp16", "neon", "neon_bf16"], TILE_ROWS["avx512"])
-# BFMMLA in the innermost loops of the unit's products (src/kernels/matrix_unit.hpp): 8 x 8 results, of scores with one
-# part of B, of values with two.
-UNIT_LOOPS = {"neon_bf16": {16, 32}}
+TILE_ROWS |= dict.fromkeys(["amx", "amx_fp16", "avx512_bf16", "neon", "neon_bf16"], TILE_ROWS["avx512"])
+# Instructions of the unit in the innermost loops of its products (src/kernels/matrix_unit.hpp): BFMMLA for 8 x 8
+# results, VDPBF16PS for 12, 8, 4 and 1 rows of two vectors.
+UNIT_INSTRUCTIONS = ("bfmmla", "vdpbf16ps")
+UNIT_LOOPS = {"neon_bf16": {16}, "avx512_bf16": {24, 16, 8, 2}}
 SUMS = "vaddvq"  # of a vector's lanes: once a row
 ADD_SIGNED = "3"  # the mode of the rare second try of a panel: its masks do not all fit into registers, and need not
 JUMP = re.compile(r"j\w+|b(\.\w+)?|cbn?z|tbn?z")
@@ -130,14 +131,14 @@ def check_unit_loops(isa: str, functions: dict[str, list[Instruction]]) -> list[
     wrong, seen = [], set()
     for name, body in functions.items():
         for loop in innermost_loops(body):
-            count = sum(i.name == "bfmmla" for i in loop)
+            count = sum(i.name in UNIT_INSTRUCTIONS for i in loop)
             if count == 0:
                 continue
             seen.add(count)
             frame = frame_of(body)
             wrong += [f"{isa}: a vector on the stack in {name}: {i.operands}" for i in loop if i.spills(frame)]
     if seen != UNIT_LOOPS.get(isa, set()):
-        wrong.append(f"{isa}: innermost loops of {sorted(seen)} BFMMLA, must be {sorted(UNIT_LOOPS.get(isa, []))}")
+        wrong.append(f"{isa}: innermost loops of {sorted(seen)} products, must be {sorted(UNIT_LOOPS.get(isa, []))}")
     return wrong
 
 

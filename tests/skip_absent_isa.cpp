@@ -34,7 +34,9 @@ bool cpu_has(const char* level) {
   if (std::strcmp(level, "x86_v4") == 0) return v4;
   if (std::strcmp(level, "x86_amx") == 0) return v4 && has_tiles();
   unsigned a = 0, b = 0, c = 0, d = 0;
-  const bool fp16 = __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 21 & 1u) != 0;  // tiles of f16
+  const bool more = __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0;
+  if (std::strcmp(level, "x86_bf16") == 0) return v4 && more && (a >> 5 & 1u) != 0;
+  const bool fp16 = more && (a >> 21 & 1u) != 0;  // tiles of f16
   if (std::strcmp(level, "x86_amx_fp16") == 0) return v4 && has_tiles() && fp16;
 #elif defined(__aarch64__) && defined(__linux__)
   if (std::strcmp(level, "arm_bf16") == 0) return (getauxval(AT_HWCAP2) >> 14 & 1u) != 0;  // HWCAP2_BF16

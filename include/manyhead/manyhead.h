@@ -69,8 +69,9 @@ MH_API int32_t mh_version_number(void);
 typedef enum mh_dtype {
   MH_DTYPE_F32 = 0,
   MH_DTYPE_F64 = 1,
-  MH_DTYPE_BF16 = 2, /* 16-bit storage, arithmetic in f32 */
-  MH_DTYPE_F16 = 3   /* 16-bit storage, arithmetic in f32 */
+  MH_DTYPE_BF16 =
+      2,           /* 16-bit storage, arithmetic in f32; where a matrix unit multiplies, weights are rounded to bf16 */
+  MH_DTYPE_F16 = 3 /* 16-bit storage, arithmetic in f32 */
 } mh_dtype;
 
 MH_API int32_t mh_dtype_count(void);
@@ -81,7 +82,8 @@ MH_API size_t mh_dtype_size(int32_t dtype);      /* bytes; 0 when out of range *
 
 /* The instruction sets this build has kernels for, best first: "amx_fp16" and "amx" (AVX-512, and
  * AMX for f32, bf16 and f16, the former with its multiplication of f16; the first call asks Linux to let the process use
- * it), "avx512", "avx2", "sse2"; "neon_bf16" (with BFMMLA for bf16), "neon". */
+ * it), "avx512_bf16" (AVX-512, with VDPBF16PS for bf16; taken where that is faster than FMA, not on Intel's CPUs),
+ * "avx512", "avx2", "sse2"; "neon_bf16" (with BFMMLA for bf16), "neon". */
 MH_API int32_t mh_isa_count(void);
 MH_API const char* mh_isa_name(int32_t isa);  /* NULL when out of range */
 MH_API int32_t mh_isa_supported(int32_t isa); /* 1 when this CPU and operating system can run it, else 0 */
@@ -131,9 +133,9 @@ typedef enum mh_index_type { MH_INDEX_I32 = 0, MH_INDEX_I64 = 1 } mh_index_type;
 #define MH_FLAG_SCALE 1u   /* take `scale` as it is, even 0; without it 0 means 1 / sqrt(head_dim) */
 #define MH_FLAG_STRIDES 2u /* take all strides as they are; without it four zeros mean a contiguous array */
 #define MH_FLAG_WINDOW 4u  /* window_left and window_right are used */
-/* Exponentials may be wrong by 2^-13 of themselves instead of one unit in the last place, and weights by 2^-9 where a
- * matrix unit multiplies bf16 and f16: as exact as 16-bit results are, and prompts are up to 1.3 times as fast. The
- * lse is of these weights. Decode steps, f64, and calls with outputs besides lse stay as exact as without. */
+/* Exponentials may be wrong by 2^-13 of themselves instead of one unit in the last place, and where a matrix unit multiplies
+ * f16 weights are rounded to bf16, or to f16 if it has that: prompts in f16 are up to 1.3 times as fast, in f32 on AMX 1.2.
+ * Decode steps, f64, and calls with outputs besides lse stay as exact as without. */
 #define MH_FLAG_FAST_EXP 8u
 
 /* Bits of mh_problem.inputs: which optional inputs mh_tensors carries. */

@@ -76,7 +76,7 @@ def test_predictions_are_within_a_quarter_of_what_was_measured(row):
 
 def test_so_are_most_of_other_kinds():
     rows = _recorded_in("measured_various.txt")
-    assert len(rows) == 8 * len(cases.preset_cases(["various"]))
+    assert len(rows) == 7 * len(cases.preset_cases(["various"]))
     assert sum(map(holds, rows)) >= 0.95 * len(rows)
 
 
@@ -85,7 +85,7 @@ def test_what_was_measured_is_the_whole_table():
     ways = {(row["isa"], dtype_of(row), row["threads"]) for row in MEASURED}
     every = {("avx512", "f32"), ("avx2", "f32")}
     every |= {(isa, dtype) for isa in ("avx512", "avx2") for dtype in ("bf16", "f16")}
-    every |= {(isa, dtype) for isa in ("amx_fp16", "amx") for dtype in ("f32", "bf16", "f16")}
+    every |= {(isa, dtype) for isa in ("amx_fp16", "amx") for dtype in ("f32", "f16")}
     assert {way[:2] for way in ways} == every
     assert len(MEASURED) == len(table) * len(ways)
 
@@ -180,9 +180,9 @@ def test_threads_share_the_work():
 
 
 def test_the_matrix_unit_takes_more_products_for_f16():
-    row = next(row for row in MEASURED if (row["isa"], row["name"], dtype_of(row)) == ("amx", "bert_large", "bf16"))
+    row = next(row for row in MEASURED if (row["isa"], row["name"], dtype_of(row)) == ("amx", "bert_large", "f16"))
     bf16, f16 = (
-        predict.predict(as_planned(row | {"problem": row["problem"].replace("bf16", dtype)}), row["rates"])
+        predict.predict(as_planned(row | {"problem": row["problem"].replace("f16", dtype)}), row["rates"])
         for dtype in ("bf16", "f16")
     )
     assert bf16.terms["scores"] < f16.terms["scores"] < 4 * bf16.terms["scores"]

@@ -13,8 +13,8 @@
 #include "linear.hpp"
 #include "matrix_operands.hpp"
 
-// BFMMLA is left numbers of one part (matrix_unit.hpp: unit_parts).
-#if MH_MATRIX && !defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+// Some units are left numbers of one part (matrix_unit.hpp: unit_parts).
+#if MH_MATRIX && !defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC) && !defined(__AVX512BF16__)
 #define MH_LINEAR_UNIT 1
 #endif
 
@@ -36,7 +36,6 @@ struct linear_unit_task {
   static constexpr int64_t w = lanes<float>;
   static constexpr unit_terms terms = number::scores(false);
 
-  static MH_INLINE int64_t steps_of(int64_t in) { return operands::steps_of(in); }
   static MH_INLINE int64_t whole(int64_t n) { return round_up(n, unit_rows); }
 
   // W as words: [outputs / 32][steps][parts] blocks of B.
@@ -178,8 +177,8 @@ struct linear_unit_task {
           if constexpr (asks_ahead) next.step();
         }
       };
-      unit.product<values::format>(x_at, w_at, terms, min_of(unit_depth / unit_step, steps - step), to, unit_rows,
-                                   false, meanwhile);
+      unit.product<values::format>(x_at, w_at, terms, {unit_rows, min_of(unit_depth, steps * unit_step - k)}, to,
+                                   unit_rows, false, meanwhile);
       adding.finish();
       float* const y = static_cast<float*>(c.y) + row * c.y_stride + column;
       const float* const bias = static_cast<const float*>(c.bias) + column;

@@ -113,8 +113,8 @@ struct matrix_task {
     }
   }
 
-  // Scores of a job become weights, split or rounded, a vector of rows after the other. What is under way stays in
-  // registers for as long as a product takes.
+  // Scores of a job become weights, split or rounded, a vector of rows after the other; their sums are of what they were
+  // before. What is under way stays in registers for as long as a product takes.
   template <bool Fast>
   class weigher {
    public:
@@ -136,8 +136,7 @@ struct matrix_task {
       vec<T> x[Keys];
 #pragma GCC unroll 8
       for (int i = 0; i < Keys; ++i) x[i] = (vec<T>::load_aligned(of.scores + (key + i) * width + l) - top) * scale;
-      constexpr int bits = values::weight_parts(Fast) == 1 ? values::format::weight_bits : mantissa_bits<T>;
-      exp2_of<T, Keys, Fast ? fast_exp2_degree<T> : 5, true, bits>(x);  // degree 5: 9e-8
+      exp2_of<T, Keys, Fast ? fast_exp2_degree<T> : 5, true>(x);  // degree 5: 9e-8
 #pragma GCC unroll 4
       for (int i = 0; i < Keys; i += unit_keys) put(key + i, x + i);
 #pragma GCC unroll 8
@@ -159,7 +158,7 @@ struct matrix_task {
     }
 
    private:
-    MH_INLINE void put(int64_t at, vec<T>* x) const {
+    MH_INLINE void put(int64_t at, const vec<T>* x) const {
       constexpr int parts = values::weight_parts(Fast);
       word_vec split[parts][weight_pairs];
 #pragma GCC unroll 2
@@ -191,8 +190,8 @@ struct matrix_task {
   // A block of results, `to` = or += A B. Meanwhile, turn by turn, a panel is weighed and lines are asked for, four, as many
   // as this memory brings: first of what masks and biases say.
   template <int Turn, class Weigher>
-  MH_INLINE void multiply(const unit_a& a, const unit_b& b, const unit_terms& terms, int64_t steps, T* to, bool add,
-                          Weigher& panel) {
+  MH_INLINE void multiply(const unit_a& a, const unit_b& b, const unit_terms& terms, const unit_extent& size, T* to,
+                          bool add, Weigher& panel) {
     lines_ahead& from = soon.empty() ? ahead : soon;
     line_walk next = from.walk;
     next.turn();
@@ -203,7 +202,7 @@ struct matrix_task {
         for (int i = 0; i < 4; ++i) next.step();
       }
     };
-    unit.product<typename values::format>(a, b, terms, steps, to, width, add, meanwhile);
+    unit.product<typename values::format>(a, b, terms, size, to, width, add, meanwhile);
     from.walk = next;
   }
 
@@ -221,13 +220,13 @@ struct matrix_task {
   // long. Beside changing all keys at once: plain 1.0 to 1.02, passes f32 1.04 to 1.1, bf16 1.06 to 1.2.
   template <bool Fast, int Turn>
   MH_INLINE void multiply_scores(const job& j, job& meanwhile) {
-    const int64_t steps = operands.dim_steps;
     weigher<Fast> panel(*this, meanwhile);
-    const unit_b q_at{reinterpret_cast<const uint32_t*>(j.x->q), steps * unit_block, unit_block};
+    const unit_b q_at{reinterpret_cast<const uint32_t*>(j.x->q), operands.dim_steps * unit_block, unit_block};
     for (int64_t key = 0; key < j.keys; key += unit_rows) {
       unit_a k_at = operands.keys;
       k_at.base += (j.first + key) * k_at.row;
-      multiply<Turn>(k_at, q_at, number::scores(Fast), steps, j.scores + key * width, false, panel);
+      const unit_extent size{min_of(j.t.keys() - key, unit_rows), operands.score_sums()};
+      multiply<Turn>(k_at, q_at, number::scores(Fast), size, j.scores + key * width, false, panel);
       lap(task.clock, phase_scores);
       if (key > 0) change(j, key - unit_rows);
     }
@@ -237,13 +236,12 @@ struct matrix_task {
   template <bool Fast, int Turn>
   MH_INLINE void multiply_values(const job& j, job& meanwhile) {
     if (j.x == nullptr) return;
-    const int64_t steps = operands.key_steps, step = operands.v_rows * unit_step;
     const unit_b weights_at{j.weights, weight_part, unit_block};
     weigher<Fast> panel(*this, meanwhile);
     for (int64_t d = 0; d < operands.v_rows; d += unit_rows) {
-      const unit_a v_at{operands.v + j.first / unit_step * step + d * unit_step, steps * step, step, unit_step};
-      multiply<Turn>(v_at, weights_at, values::terms(Fast), j.keys / unit_step, j.x->out + d * width, j.x->started,
-                     panel);
+      const unit_extent size{min_of(c.v_dim - d, unit_rows), j.t.keys()};
+      multiply<Turn>(operands.values_from(j.first, d), weights_at, values::terms(Fast), size, j.x->out + d * width,
+                     j.x->started, panel);
     }
     panel.put_back();
     j.x->started = true;

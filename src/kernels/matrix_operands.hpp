@@ -27,9 +27,7 @@ struct matrix_operands {
   int64_t dim_steps, v_rows, key_steps;  // head_dim in steps; v_dim rounded up; keys of a tile in steps
   uint16_t* k;                           // [parts][dim_steps], blocks of block_kv rows
   unit_a keys;                           // those, or K where it is
-  uint16_t* v;                           // [parts][key_steps], blocks of v_rows rows
-
-  static int64_t steps_of(int64_t n) { return (n + unit_step - 1) / unit_step; }
+  uint16_t* v;  // [parts][key_steps], blocks of v_rows rows, or of 16 pairs of keys (unit_takes_columns)
 
   matrix_operands(const kernel_call& call, const kernel_task& t)
       : c(call),
@@ -45,9 +43,12 @@ struct matrix_operands {
   }
 
   // Asks for n elements of each of `rows` rows where these lie apart: rows one behind the other the hardware fetches ahead.
-  // The layer's heads, 64 of 768 floats each: packing 160 tokens 2.1 -> 1.2 ms, the layer 1.07 times as fast.
+  // The layer's heads, 64 of 768 floats each: packing 160 tokens 2.1 -> 1.2 ms, the layer 1.07 times as fast. Where V is not
+  // transposed packing is too short for that hardware: on Zen 5 1.02 to 1.06 with 100 MB, 1.1 with few rows, in cache 0.98 to
+  // 1.0.
   MH_INLINE void ask(const storage* row, const int64_t* strides, int64_t rows, int64_t n) const {
-    if (!c.prefetch || strides[3] != 1 || strides[2] <= max_of(c.head_dim, c.v_dim)) return;
+    const bool apart = strides[2] > max_of(c.head_dim, c.v_dim);
+    if (!c.prefetch || strides[3] != 1 || !(apart || unit_takes_columns)) return;
     for (; rows > 0; --rows, row += strides[2]) {
       for (int64_t d = 0; d < n; d += 64 / static_cast<int64_t>(sizeof(storage))) __builtin_prefetch(row + d);
     }
@@ -132,11 +133,12 @@ struct matrix_operands {
     return is_usual(seen);
   }
 
-  // Whether keys [begin, end) of K can be multiplied where they are. For two panels that is faster than a copy (bf16, 16
-  // to 64 rows of a kv head and 4096 keys: 1.07 to 1.17), for more it is not (128 rows 0.99, 512 and more 0.96 to 1.02).
+  // Whether keys [begin, end) of K can be multiplied where they are. For two panels that is faster than a copy with AMX
+  // (bf16, 16 to 64 rows of a kv head and 4096 keys: 1.07 to 1.17), for more it is not (128 rows 0.99, 512 and more 0.96 to
+  // 1.02). VDPBF16PS reads single pairs anyway: 1.0 to 1.06.
   bool takes_in_place(int64_t begin, int64_t end, int64_t panels) const {
-    return unit_takes_memory && parts == 1 && panels <= 2 && c.k_strides[3] == 1 && c.head_dim % unit_step == 0 &&
-           (end - begin) % unit_step == 0;
+    return unit_takes_memory && parts == 1 && (panels <= 2 || unit_grain.rows == 1) && c.k_strides[3] == 1 &&
+           c.head_dim % unit_grain.sums == 0 && (end - begin) % unit_grain.rows == 0;
   }
 
   // Keys [begin, end) of K: A of the scores. Up to a whole step of keys, zeros follow. False: not for the unit.
@@ -169,12 +171,23 @@ struct matrix_operands {
     return is_usual(seen);
   }
 
-  // The same keys of V, transposed: A of the values.
+  // Of the sum of a score. Whole pieces where load_pairs changes their order.
+  int64_t score_sums() const { return pair_vectors<D> == 2 ? round_up(c.head_dim, piece) : c.head_dim; }
+
+  // A of the values: V from key `first` of the tile on, in whole steps, and from dim d.
+  MH_INLINE unit_a values_from(int64_t first, int64_t d) const {
+    const int64_t step = v_rows * unit_step;
+    const uint16_t* const base = v + first / unit_step * step;
+    if constexpr (unit_takes_columns) return {base + 2 * d, key_steps * step, step, 2, 2 * v_rows};
+    return {base + d * unit_step, key_steps * step, step, unit_step};
+  }
+
+  // The same keys of V: A of the values.
   __attribute__((noinline)) void pack_values(int64_t begin, int64_t end) const {
     const auto* from = static_cast<const storage*>(c.v) + task.batch * c.v_strides[0] + kv_head * c.v_strides[1];
     for (int64_t first = 0; first < round_up(end - begin, unit_step); first += piece) {
       const int64_t step = first / unit_step;
-      for (int64_t d = 0; d < v_rows; d += w) {
+      for (int64_t d = 0; d < round_up(c.v_dim, unit_takes_columns ? w : unit_rows); d += w) {
         raw lines[w];
         const storage* row = from + (begin + first) * c.v_strides[2] + d;
         const bool all = c.v_strides[3] == 1 && d + w <= c.v_dim && begin + first + piece <= end;
@@ -192,11 +205,25 @@ struct matrix_operands {
           gather(odd, c.v_strides[3], d, c.v_dim, buffer[1]);
           load_pairs<D>(buffer[0], buffer[1], lines[l]);
         }
-        turn(lines, [&](int64_t i, const word_vec(&part)[parts]) MH_INLINE_LAMBDA {
+        uint16_t* const block = v + step * v_rows * unit_step;
+        const int64_t to_part = key_steps * v_rows * unit_step;
+        if constexpr (unit_takes_columns) {
+#pragma GCC unroll 16
+          for (int64_t l = 0; l < w; ++l) {
+            word_vec part[parts];
+            split_pairs<D, typename values::format>(lines[l], part);
 #pragma GCC unroll 3
-          for (int n = 0; n < parts; ++n)
-            put_row(v + (n * key_steps + step) * v_rows * unit_step, d + i, first % unit_step, part[n]);
-        });
+            for (int n = 0; n < parts; ++n) {
+              uint16_t* const pair = block + n * to_part + (first % unit_step + 2 * l) * v_rows + 2 * d;
+              part[n].store_aligned(reinterpret_cast<uint32_t*>(pair));
+            }
+          }
+        } else {
+          turn(lines, [&](int64_t i, const word_vec(&part)[parts]) MH_INLINE_LAMBDA {
+#pragma GCC unroll 3
+            for (int n = 0; n < parts; ++n) put_row(block + n * to_part, d + i, first % unit_step, part[n]);
+          });
+        }
       }
     }
   }

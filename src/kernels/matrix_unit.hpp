@@ -1,5 +1,5 @@
-// Products of 32 x 32 results on a unit that multiplies bf16 and adds in f32: AMX on x86, BFMMLA on AArch64; with a
-// plain body, so that what is built on it can be tested on any CPU and with any vectors.
+// Products of 32 x 32 results on a unit that multiplies bf16 and adds in f32: AMX or VDPBF16PS on x86, BFMMLA on AArch64;
+// with a plain body, so that what is built on it can be tested on any CPU and with any vectors.
 //
 // Both operands are made of blocks for one step of 32 along the sum:
 //   A: [rows][32]     K by keys; V transposed, by dims
@@ -9,9 +9,14 @@
 // An operand may have parts whose sum it is (unit_number.hpp): a value of 16 bits or less of mantissa is exactly the
 // sum of two bf16.
 //
-// AMX and the plain body: lines of 64 bytes; of A a row's 32 values, of B [16][32][2], a pair for each column.
+// All but BFMMLA: lines of 64 bytes; of A a row's 32 values, of B [16][32][2], a pair for each column.
 // AMX has eight tile registers of 16 x 64 bytes: 2 x 2 of results, 2 of A, 2 of B; four products of 16 cycles a step
 // against four loads of 8.
+//
+// VDPBF16PS adds the product of two pairs to each float of a vector. Register budget for 12 rows: 24 of results + 2 of B + 1
+// broadcast pair of A = 27 of 32; 24 VDPBF16PS against 14 loads, so that multiplying is the bound where two of each begin in
+// a cycle (Zen 5: twice the multiply-adds of FMA). A is read pair by pair, so that it may lie anywhere, V
+// need not be transposed, and no row and no pair is multiplied that is not there.
 //
 // BFMMLA adds a 2 x 4 times a 4 x 2 product to 2 x 2 results. Both operands lie as it takes them, [lines / 8][8][8][4]:
 // of 8 rows or columns, four values of each after the other. Register budget for 8 x 8 results: 16 of results + 4 of A
@@ -32,7 +37,8 @@ inline constexpr int64_t unit_block = unit_step / 2 * unit_rows;  // words of a 
 struct unit_a {
   const uint16_t* base;
   int64_t part, step;  // distances, in elements
-  int64_t row;         // from one row to the next; unit_step in packed blocks, others only with unit_takes_memory
+  int64_t row;         // from one row to the next: unit_step in packed blocks, others only with unit_takes_memory
+  int64_t pair = 2;    // from one pair along the sum to the next: others only with unit_takes_columns
 };
 
 struct unit_b {
@@ -40,14 +46,23 @@ struct unit_b {
   int64_t part, step;  // distances, in words
 };
 
+// What counts of a product: rows of A, at most unit_rows, and values along the sum. A unit may do more, up to whole
+// unit_grain; what it multiplies then behind the values along the sum are zeros, and nobody looks at more rows.
+struct unit_extent {
+  int64_t rows, sums;
+};
+MH_INLINE int64_t steps_of(int64_t sums) { return (sums + unit_step - 1) / unit_step; }
+
 #if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 
 // Numbers of more parts are left to FMA: f16 takes 4 products a score and 3 a value.
 inline constexpr int unit_parts = 1;
+inline constexpr unit_extent unit_grain = {unit_rows, unit_step};
 inline constexpr bool unit_takes_memory = false;
+inline constexpr bool unit_takes_columns = false;
 // From so many rows and keys on the unit wins over FMA, which does 4 rows at a time where the unit does 32 whatever their
-// number: an estimate from the instructions of both routes for head_dim 64 (24 rows: 870 a key and 1300; 16 rows: 870 and
-// 900).
+// number: an estimate from the instructions of both routes, head_dim 64, weights in two parts (24 rows: 870 a key and
+// 1300; 16 rows: 870 and 900).
 struct unit_size {
   int32_t rows, keys;
 };
@@ -83,8 +98,20 @@ MH_INLINE void put_weights(uint32_t* b, int64_t column, int64_t k, const word_ve
 
 #else
 
+inline constexpr bool unit_takes_memory = true;  // rows of A anywhere, the values of a step side by side
+#if MH_UNIT_COLUMNS
+inline constexpr bool unit_takes_columns = true;  // and pairs anywhere, rows side by side: V need not be transposed
+inline constexpr unit_extent unit_grain = {1, 2};
+#else
+inline constexpr bool unit_takes_columns = false;
+inline constexpr unit_extent unit_grain = {unit_rows, unit_step};
+#endif
+#if defined(__AVX512BF16__)
+inline constexpr int unit_parts =
+    1;  // twice the multiply-adds of FMA are too few for f16 (7 products for 2) and f32 (12)
+#else
 inline constexpr int unit_parts = 3;
-inline constexpr bool unit_takes_memory = true;  // rows of A anywhere, 32 values of a step side by side
+#endif
 // With fewer rows or keys FMA wins over the unit, by the parts of a number (of three: plan.cpp). On one thread, head_dim
 // 64, its speed beside the tile route's: bf16 10 x 10 0.5, 32 x 16 0.85, 16 x 64 1.1, 32 x 32 1.25, 64 x 64 1.6; f16 in
 // two parts 32 x 32 0.84, 16 x 1024 0.8, 32 x 64 1.0, 32 x 256 1.1; f32 in three 64 x 64 0.9, 64 x 512 1.0, 128 x 128
@@ -92,10 +119,16 @@ inline constexpr bool unit_takes_memory = true;  // rows of A anywhere, 32 value
 struct unit_size {
   int32_t rows, keys;
 };
+#if defined(__AVX512BF16__)
+// On Zen 5, 8 heads of 16, 32, 64 and 128, 32 to 256 keys: 16 rows 0.77 to 1.25, 20 rows 1.06 to 1.76, but 16 keys 0.67 to 0.92.
+template <int Parts>
+inline constexpr unit_size unit_least = {17, 32};
+#else
 template <int Parts>
 inline constexpr unit_size unit_least = Parts == 1   ? unit_size{11, 32}
                                         : Parts == 2 ? unit_size{32, 64}
                                                      : unit_size{96, 64};
+#endif
 inline constexpr int weight_pairs = 1;
 
 MH_INLINE void put_row(uint16_t* a, int64_t row, int64_t k, word_vec x) {
@@ -141,11 +174,12 @@ class matrix_unit {
   matrix_unit(const matrix_unit&) = delete;
   matrix_unit& operator=(const matrix_unit&) = delete;
 
-  // c (32 x 32, c_stride apart) = A B, or += where `add`. meanwhile() is called once for each 64 cycles of the unit's work:
+  // c (rows x 32, c_stride apart) = A B, or += where `add`. meanwhile() is called once for each 64 cycles of the unit's work:
   // other work, of vectors, that the product need not wait for.
   template <class Format, class Meanwhile>
-  MH_INLINE void product(const unit_a& a, const unit_b& b, const unit_terms& terms, int64_t steps, float* c,
+  MH_INLINE void product(const unit_a& a, const unit_b& b, const unit_terms& terms, const unit_extent& size, float* c,
                          int64_t c_stride, bool add, Meanwhile meanwhile) const {
+    const int64_t steps = steps_of(size.sums);
     const auto stride = static_cast<int>(c_stride * 4);
     const int64_t row = a.row * 2;
     asm volatile("" ::: "memory");  // nor that the loads do: what they read is to be written before
@@ -197,14 +231,84 @@ class matrix_unit {
   }
 };
 
+#elif defined(__AVX512BF16__)
+
+class matrix_unit {
+ public:
+  // c (rows x 32, c_stride apart) = A B, or += where `add`.
+  // meanwhile() is called between stretches of rows.
+  template <class Format, class Meanwhile>
+  MH_INLINE void product(const unit_a& a, const unit_b& b, const unit_terms& terms, const unit_extent& size, float* c,
+                         int64_t c_stride, bool add, Meanwhile meanwhile) const {
+    for (int i = 0; i < terms.a_parts; ++i) {
+      for (int j = 0; j < terms.b_parts[i]; ++j) {
+        unit_a at = a;
+        at.base += i * a.part;
+        unit_b bt = b;
+        bt.base += j * b.part;
+        float* to = c;
+        int64_t left = size.rows;
+        const auto next = [&]<int M>() MH_INLINE_LAMBDA {
+          rows<M>(at, bt, size.sums, to, c_stride, add);
+          at.base += M * a.row;
+          to += M * c_stride;
+          left -= M;
+          meanwhile();
+        };
+        while (left == 12 || left >= 20) next.template operator()<12>();
+        while (left >= 8) next.template operator()<8>();
+        if (left >= 4) next.template operator()<4>();
+        while (left > 0) next.template operator()<1>();
+        add = true;
+      }
+    }
+  }
+
+ private:
+  // M rows, of one part of each operand.
+  template <int M>
+  static MH_INLINE void rows(const unit_a& a, const unit_b& b, int64_t sums, float* c, int64_t c_stride, bool add) {
+    __m512 sum[M][2];
+#pragma GCC unroll 12
+    for (int m = 0; m < M; ++m) sum[m][0] = sum[m][1] = _mm512_setzero_ps();
+    const uint16_t* step = a.base;
+    const uint32_t* b_step = b.base;
+    for (; sums > 0; sums -= unit_step, step += a.step, b_step += b.step) {
+      const uint16_t* at = step;
+      const uint32_t* bt = b_step;
+      for (int64_t k = 0; k < min_of(sums, unit_step); k += 2, at += a.pair, bt += unit_rows) {
+        const auto left = reinterpret_cast<__m512bh>(_mm512_load_si512(bt));
+        const auto right = reinterpret_cast<__m512bh>(_mm512_load_si512(bt + 16));
+#pragma GCC unroll 12
+        for (int m = 0; m < M; ++m) {
+          int32_t pair;
+          memcpy(&pair, at + m * a.row, sizeof(pair));
+          const auto row = reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
+          sum[m][0] = _mm512_dpbf16_ps(sum[m][0], row, left);
+          sum[m][1] = _mm512_dpbf16_ps(sum[m][1], row, right);
+        }
+      }
+    }
+#pragma GCC unroll 12
+    for (int m = 0; m < M; ++m) {
+      put(c + m * c_stride, sum[m][0], add);
+      put(c + m * c_stride + 16, sum[m][1], add);
+    }
+  }
+  static MH_INLINE void put(float* c, __m512 x, bool add) {
+    _mm512_store_ps(c, add ? _mm512_add_ps(_mm512_load_ps(c), x) : x);
+  }
+};
+
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 
 class matrix_unit {
  public:
-  // c (32 x 32, c_stride apart) = A B, or += where `add`.
+  // c (rows x 32, c_stride apart) = A B, or += where `add`.
   template <class Format, class Meanwhile>
-  MH_INLINE void product(const unit_a& a, const unit_b& b, const unit_terms& terms, int64_t steps, float* c,
+  MH_INLINE void product(const unit_a& a, const unit_b& b, const unit_terms& terms, const unit_extent& size, float* c,
                          int64_t c_stride, bool add, Meanwhile) const {
+    const int64_t steps = steps_of(size.sums);
     for (int64_t m = 0; m < unit_rows; m += 8) {
       for (int64_t n = 0; n < unit_rows; n += 8) {
         float32x4_t sum[4][4];
@@ -255,21 +359,19 @@ class matrix_unit {
 class matrix_unit {
  public:
   template <class Format, class Meanwhile>
-  void product(const unit_a& a, const unit_b& b, const unit_terms& terms, int64_t steps, float* c, int64_t c_stride,
-               bool add, Meanwhile meanwhile) const {
-    for (int64_t m = 0; m < unit_rows; ++m) {
+  void product(const unit_a& a, const unit_b& b, const unit_terms& terms, const unit_extent& size, float* c,
+               int64_t c_stride, bool add, Meanwhile meanwhile) const {
+    for (int64_t m = 0; m < size.rows; ++m) {
       for (int64_t n = 0; n < unit_rows; ++n) {
         double sum = add ? static_cast<double>(c[m * c_stride + n]) : 0.0;
         for (int i = 0; i < terms.a_parts; ++i) {
-          for (int64_t step = 0; step < steps; ++step) {
-            const uint16_t* line = a.base + i * a.part + step * a.step + m * a.row;
-            for (int j = 0; j < terms.b_parts[i]; ++j) {
-              const uint32_t* words = b.base + j * b.part + step * b.step + n;
-              for (int64_t k = 0; k < unit_step / 2; ++k) {
-                const uint32_t word = words[k * unit_rows];
-                sum += times(Format::widen(line[2 * k]), Format::widen(static_cast<uint16_t>(word))) +
-                       times(Format::widen(line[2 * k + 1]), Format::widen(static_cast<uint16_t>(word >> 16)));
-              }
+          for (int j = 0; j < terms.b_parts[i]; ++j) {
+            for (int64_t k = 0; k < round_up(size.sums, unit_grain.sums); k += 2) {
+              const int64_t step = k / unit_step, of_step = k % unit_step / 2;
+              const uint16_t* pair = a.base + i * a.part + step * a.step + m * a.row + of_step * a.pair;
+              const uint32_t word = b.base[j * b.part + step * b.step + of_step * unit_rows + n];
+              sum += times(Format::widen(pair[0]), Format::widen(static_cast<uint16_t>(word))) +
+                     times(Format::widen(pair[1]), Format::widen(static_cast<uint16_t>(word >> 16)));
             }
           }
         }

@@ -42,8 +42,10 @@ double unit_multiply_adds(int64_t turns) {
   alignas(64) uint16_t a[unit_rows * unit_step] = {};
   alignas(64) uint32_t b[unit_step / 2 * unit_rows] = {};
   alignas(64) float c[unit_rows * unit_rows] = {};
+  asm volatile("" ::"r"(a), "r"(b) : "memory");  // they might be anything, for all the compiler knows
   const matrix_unit unit;
-  unit.product<Format>({a, 0, 0, unit_step}, {b, 0, 0}, {1, {1}}, turns, c, unit_rows, true, [] {});
+  unit.product<Format>({a, 0, 0, unit_step}, {b, 0, 0}, {1, {1}}, {unit_rows, turns * unit_step}, c, unit_rows, true,
+                       [] {});
   return static_cast<double>(c[0]);
 }
 #endif

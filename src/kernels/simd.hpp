@@ -227,18 +227,6 @@ MH_INLINE T largest_of(vec<T> x) {
 #endif
 }
 
-template <class T>
-inline constexpr int mantissa_bits = sizeof(T) == 4 ? 24 : 53;
-
-// Numbers that are not negative, or NaN, which must not carry into a number: they are above all others.
-template <int Bits, class T>
-MH_INLINE xsimd::batch<T, MH_ARCH> rounded(xsimd::batch<T, MH_ARCH> x) {
-  using U = xsimd::batch<bits<T>, MH_ARCH>;
-  constexpr bits<T> unit = bits<T>(1) << (mantissa_bits<T> - Bits), most = (~bits<T>(0) >> 1) & ~(unit - 1);
-  const U word = xsimd::min(xsimd::bitwise_cast<bits<T>>(x), U(most)) + U(unit / 2);
-  return xsimd::bitwise_cast<T>(word & U(~(unit - 1)));
-}
-
 // 2^x is made of 2^n, n = round(x), and a polynomial in f = x - n: minimax polynomials of relative error 1.9e-9 (degree
 // 6) and 3.1e-18 (degree 11) on [-1/2, 1/2], from our own Remez exchange, with 1 as the constant term.
 template <class T>
@@ -309,23 +297,14 @@ MH_INLINE void series_of(const xsimd::batch<T, MH_ARCH> (&x)[N], xsimd::batch<T,
 #if defined(__AVX512DQ__)
 // AVX-512 takes floats apart in one instruction, f = x - floor(x), and puts them together in another, p 2^floor(x): with
 // the comparison 4 instructions less than below. Where results that are denormal become 0 by themselves (flush_denormals)
-// the comparison goes too; elsewhere each of them would cost some 200 cycles. p is from 1 to 2, so that a number added to it
-// with its last term, and taken away, rounds it to so many bits: one instruction.
-template <int N, int Degree, bool Flushed, int Bits>
+// the comparison goes too; elsewhere each of them would cost some 200 cycles.
+template <int N, int Degree, bool Flushed>
 MH_INLINE void exp2_by_floor(vec<float> (&x)[N]) {
   static_assert(sizeof(exp2_terms_up<Degree>) == (Degree + 1) * sizeof(float), "there are terms of this degree");
-  constexpr float rounds =
-      Bits == 24 ? 0 : static_cast<float>((3 << 23) >> Bits);  // 1.5 times what has such last places
   vec<float> f[N], p[N];
 #pragma GCC unroll 16
   for (int i = 0; i < N; ++i) f[i] = _mm512_reduce_ps(x[i], _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-  series_of<exp2_terms_up<Degree>, Degree>(f, p);
-#pragma GCC unroll 16
-  for (int i = 0; i < N; ++i) p[i] = xsimd::fma(p[i], f[i], vec<float>(exp2_terms_up<Degree>[Degree] + rounds));
-  if constexpr (Bits < 24) {
-#pragma GCC unroll 16
-    for (int i = 0; i < N; ++i) p[i] = p[i] - vec<float>(rounds);
-  }
+  series_of<exp2_terms_up<Degree>, Degree + 1>(f, p);
 #pragma GCC unroll 16
   for (int i = 0; i < N; ++i) {
     if constexpr (Flushed) {
@@ -356,11 +335,11 @@ class flush_denormals {
 // (rather than adding exponents) keeps it. It could reach to -126, but sums of such weights times values are denormal,
 // and each multiply-add of one takes some 150 cycles: steep ALiBi slopes took four times as long. Next to a weight of
 // about 1, which every row has, 2^-100 is nothing. The power is made 2^26 too small, and 0 where that has no exponent,
-// the polynomial as much too large: this costs nothing. Bits: of results' mantissas, rounded to nearest.
-template <class T, int N, int Degree = exp2_degree<T>, bool Flushed = false, int Bits = mantissa_bits<T>>
+// the polynomial as much too large: this costs nothing.
+template <class T, int N, int Degree = exp2_degree<T>, bool Flushed = false>
 MH_INLINE void exp2_of(vec<T> (&x)[N]) {
 #if defined(__AVX512DQ__)
-  if constexpr (sizeof(T) == 4) return exp2_by_floor<N, Degree, Flushed, Bits>(x);
+  if constexpr (sizeof(T) == 4) return exp2_by_floor<N, Degree, Flushed>(x);
 #endif
   constexpr int shift = 26;
   const vec<T> least(static_cast<T>(shift - (sizeof(T) == 4 ? 127 : 1023)));
@@ -371,10 +350,6 @@ MH_INLINE void exp2_of(vec<T> (&x)[N]) {
   series_of<exp2_terms<T, Degree>, Degree + 1, shift>(x, p);
 #pragma GCC unroll 16
   for (int i = 0; i < N; ++i) x[i] = p[i] * power[i];
-  if constexpr (Bits < mantissa_bits<T>) {
-#pragma GCC unroll 16
-    for (int i = 0; i < N; ++i) x[i] = rounded<Bits>(x[i]);
-  }
 }
 
 template <class T>

@@ -2,7 +2,7 @@
 // few parts, two numbers to a word, the even one low. Which products of parts are taken decides what is lost:
 //
 //              parts     products: of a score   of a value         lost
-//   bf16       1 bf16              1            2 (two of weight)  2^-17 of a weight
+//   bf16       1 bf16              1            1 (one of weight)  2^-9 of a weight, as much as results are rounded by
 //   f16        1 f16               1            2                  2^-22 of a weight; on units that have f16,
 //              2 bf16              2 + 2        2 + 1              2^-17 of a weight; else
 //   f32        3 bf16              3 + 2 + 1    3 + 2 + 1          2^-23 of a product at most, 2^-25 on average
@@ -28,22 +28,20 @@ struct unit_terms {
   }
 };
 
-// The types that a unit multiplies. round() makes words of two floats, which become what was rounded to.
-// join() makes them of weights, rounded before to weight_bits.
+// The types that a unit multiplies. round() makes words of two floats; part() too, and they become what the word holds.
 struct in_bf16 {
-  static constexpr int weight_bits = 8;
   static float widen(uint16_t x) { return bf16::widen(x); }
-  static MH_INLINE word_vec round(vec<float>& even, vec<float>& odd) {
-    const word_vec upper(0xffff0000U);
-    const word_vec half(0x8000U);
-    const word_vec e = (xsimd::bitwise_cast<uint32_t>(even) + half) & upper;
-    const word_vec o = (xsimd::bitwise_cast<uint32_t>(odd) + half) & upper;
-    even = xsimd::bitwise_cast<float>(e);
-    odd = xsimd::bitwise_cast<float>(o);
-    return (e >> 16) | o;
-  }
-  static MH_INLINE word_vec join(vec<float>& even, vec<float>& odd) {
-    return (xsimd::bitwise_cast<uint32_t>(even) >> 16) | xsimd::bitwise_cast<uint32_t>(odd);
+  static MH_INLINE word_vec round(vec<float> even, vec<float> odd) {
+#if defined(__AVX512BF16__)
+    alignas(64) static constexpr uint16_t pairs[] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                     8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    const __m512bh even_then_odd = _mm512_cvtne2ps_pbh(odd, even);
+    return _mm512_permutexvar_epi16(_mm512_load_si512(pairs), reinterpret_cast<__m512i>(even_then_odd));
+#else
+    const word_vec half(0x8000U), upper(0xffff0000U);
+    const word_vec e = xsimd::bitwise_cast<uint32_t>(even) + half, o = xsimd::bitwise_cast<uint32_t>(odd) + half;
+    return (e >> 16) | (o & upper);
+#endif
   }
   // Cut off instead, which costs half as much and leaves no rest in the end either.
   static MH_INLINE word_vec part(vec<float>& even, vec<float>& odd) {
@@ -56,9 +54,9 @@ struct in_bf16 {
 };
 
 struct in_f16 {
-  static constexpr int weight_bits = 24;
   static float widen(uint16_t x) { return f16::widen(x); }
-  static MH_INLINE word_vec round(vec<float>& even, vec<float>& odd) {
+  static MH_INLINE word_vec round(vec<float> even, vec<float> odd) { return part(even, odd); }
+  static MH_INLINE word_vec part(vec<float>& even, vec<float>& odd) {
 #if defined(__AVX512F__)
     const __m256i e = _mm512_cvtps_ph(even, _MM_FROUND_TO_NEAREST_INT),
                   o = _mm512_cvtps_ph(odd, _MM_FROUND_TO_NEAREST_INT);
@@ -72,27 +70,20 @@ struct in_f16 {
     return e | (o << 16);
 #endif
   }
-  static MH_INLINE word_vec join(vec<float>& even, vec<float>& odd) { return round(even, odd); }
-  static MH_INLINE word_vec part(vec<float>& even, vec<float>& odd) { return round(even, odd); }
 };
 
-// Two floats as sums of parts, largest first. Of one part are weights, and become what it holds.
+// Two floats as sums of parts, largest first.
 template <class Format, int Parts>
-MH_INLINE void split_floats(vec<float>& even, vec<float>& odd, word_vec (&part)[Parts]) {
-  if constexpr (Parts == 1) {
-    part[0] = Format::join(even, odd);
-  } else {
-    vec<float> e = even, o = odd;
+MH_INLINE void split_floats(vec<float> even, vec<float> odd, word_vec (&part)[Parts]) {
 #pragma GCC unroll 2
-    for (int i = 0; i + 1 < Parts; ++i) {
-      vec<float> e_part = e, o_part = o;
-      part[i] = Format::part(e_part, o_part);
-      e = e - e_part;
-      o = o - o_part;
-    }
-    part[Parts - 1] =
-        Parts == 3 ? Format::part(e, o) : Format::round(e, o);  // after two of bf16 nothing is left to round
+  for (int i = 0; i + 1 < Parts; ++i) {
+    vec<float> e_part = even, o_part = odd;
+    part[i] = Format::part(e_part, o_part);
+    even = even - e_part;
+    odd = odd - o_part;
   }
+  // After two of bf16 nothing is left to round.
+  part[Parts - 1] = Parts == 3 ? Format::part(even, odd) : Format::round(even, odd);
 }
 
 // Numbers of `Parts` parts, and the weights they are multiplied with.
@@ -118,7 +109,7 @@ struct unit_number;
 
 template <>
 struct unit_number<bf16> {
-  using values = unit_values<in_bf16, 1, 2, 1>;
+  using values = unit_values<in_bf16, 1, 1, 1>;
   static constexpr int short_turn = 4, short_turn_steps = 32;
   static constexpr unit_terms scores(bool) { return {1, {1}}; }
 };

@@ -349,7 +349,7 @@ def _advice_of_time(terms: Mapping[str, float], limit: str, planned: Planned, ma
         if planned.route == "matrix":
             said.append("The matrix unit takes six products for one of f32: bf16 takes one or two.")
         elif isa := next(filter(machine["isas"].get, UNITS), None):
-            said.append(f"{UNITS[isa]} would run on the matrix unit of this CPU, with isa {isa}.")
+            said.append(f"{UNITS[isa].what} would run on the matrix unit of this CPU, with isa {isa}.")
     if limit.startswith("read") and planned.dtype in ("f32", "f64"):
         said.append("It waits for memory: K and V in bf16 or f16 are fewer bytes.")
     if prefill and terms["softmax"] > SOFTMAX_COSTS * (sum(terms.values()) - terms["read"]):

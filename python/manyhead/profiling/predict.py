@@ -13,6 +13,7 @@ What a core needs is told in cycles and in shares of its own multiply-adds, so t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -69,6 +70,7 @@ NARROW = Core(
 CORES = {
     "amx_fp16": WIDE,
     "amx": WIDE,
+    "avx512_bf16": WIDE,
     "avx512": WIDE,
     "avx2": NARROW,
     "sse2": NARROW._replace(lanes=16, share=0.8, single=0.8),  # without fused multiply-adds, so more instructions
@@ -76,27 +78,40 @@ CORES = {
     "neon_bf16": WIDE._replace(lanes=16),
 }
 GUESSED = ("sse2", "neon", "neon_bf16")  # hardly measured, not at all
-UNITS = {
-    "amx_fp16": "bf16 or f16",
-    "amx": "bf16 or f16",
-    "neon_bf16": "bf16",
-}  # what a matrix unit has multiply-adds of
-
-# Matrix route: 32 rows and 32 keys at a time. Cycles of a product of 32 x 32 results beside the unit's own rate, which
+# Matrix route: 32 rows and 32 keys at a time. A product of 32 x 32 results takes cycles beside the unit's own rate, which
 # is that of products that never end, with operands in L1: tiles of K and V and many panels of Q and results lie in L2.
 # And cycles of a vector, for what the unit does not do.
 UNIT = 32
-UNIT_RESULTS = 190.0  # 32 x 32 results into the unit, or out of it: multiplications and results wait for each other
-UNIT_LINE = 1.0  # of each line of 64 bytes between L1 and L2: what they exchange at most
-UNIT_SOFTMAX = 13.0  # also splits each weight in two; most of it is done while the unit multiplies
-UNIT_SOFTMAX_F16 = 22.0  # in two f16, whose conversions are two instructions each
-UNIT_SOFTMAX_F32 = 12.0  # in three bf16
-UNIT_PACK = 8.0  # Q, K, V into the unit's order, V transposed; mostly waiting for L2
-UNIT_STORE = 17.0  # like `store`, but the result is in a cache further away
-UNIT_F16 = ("amx_fp16",)  # these multiply f16 too
+
+
+class Unit(NamedTuple):
+    what: str  # it has multiply-adds of
+    whole: tuple[str, ...]  # types that it takes as they are
+    results: float  # 32 x 32 of them into the unit, or out of it: multiplications and results wait for each other
+    line: float  # each line of 64 bytes between L1 and L2: what they exchange at most
+    softmax: dict[str, float]  # also makes each weight what the unit takes; most of it is done beside products
+    pack: float  # Q, K, V into the unit's order; mostly waiting for L2
+    store: float  # like that of other routes, but the result is in a cache further away
+    step: int  # dims are rounded up to so many
+    in_place: float  # rows of a KV head up to which K is multiplied where it is
+
+
+AMX = Unit(
+    what="bf16 or f16", whole=("bf16",), results=190, line=1,
+    softmax={"bf16": 13, "f16": 13, "f32": 12},  # bf16 as measured with weights in two parts
+    pack=8, store=17, step=UNIT, in_place=2 * UNIT,
+)  # fmt: skip
+UNITS = {
+    "amx_fp16": AMX._replace(whole=("bf16", "f16"), softmax=AMX.softmax | {"f16": 22}),  # two instructions convert
+    "amx": AMX,
+    "avx512_bf16": AMX._replace(
+        what="bf16", results=50, line=0.3, softmax={"bf16": 7}, pack=5, step=2, in_place=math.inf
+    ),
+    "neon_bf16": AMX._replace(what="bf16", in_place=0),
+}
 # Of K and V; products for a score and for a value, to be exact; the same with fast_exp. "whole": the unit has the type.
-UNIT_PARTS = {"whole": (1, 1, 2), "f16": (2, 4, 3), "f32": (3, 6, 6)}
-UNIT_FAST_PARTS = {"whole": (1, 1, 1), "f16": (2, 3, 2), "f32": (3, 6, 4)}
+UNIT_PARTS = {"bf16": (1, 1, 1), "whole": (1, 1, 2), "f16": (2, 4, 3), "f32": (3, 6, 6)}
+UNIT_FAST_PARTS = {"bf16": (1, 1, 1), "whole": (1, 1, 1), "f16": (2, 3, 2), "f32": (3, 6, 4)}
 
 LINE = 64  # bytes
 # Whatever the core, in cycles.
@@ -107,7 +122,7 @@ CALL = 500.0  # checks, workspace
 WAKE = 10_000.0  # the other threads begin and end later: 3 us while they are awake
 
 # Of the shorter of work and reading, the part that does not hide behind the longer. Decode steps ask for lines a tile
-# ahead, in time for those from L3 (0.1 to 0.25). Most of what the matrix route waits is in UNIT_PACK.
+# ahead, in time for those from L3 (0.1 to 0.25). Most of what the matrix route waits is in `pack` of Unit.
 EXPOSED = {"decode": 0.2, "tile": 0.4, "matrix": 0.2}
 # Where more is read than is kept nearby, or rows of K and V lie apart, it is too late: 0.3 to 0.7. The hardware's own
 # prefetch follows a row that lies apart to its end only: steps read such rows at 0.5 to 0.85 of the rate.
@@ -268,30 +283,27 @@ def _matrix(planned: Planned, shape: Shape, peak: float) -> dict[str, float]:
     key_blocks = _blocks(shape.reached(UNIT), UNIT)  # of a panel
     weighed = vectors * key_blocks * UNIT
     tiles = max(shape.reached(UNIT) / planned.plan["block_kv"], 1)
-    d, v = (_blocks(dim, UNIT) for dim in (shape.d, shape.v))  # blocks of them
-    whole = planned.dtype == "bf16" or (planned.dtype == "f16" and planned.isa in UNIT_F16)
-    parts, of_score, of_value = (UNIT_FAST_PARTS if shape.fast else UNIT_PARTS)["whole" if whole else planned.dtype]
+    unit = UNITS[planned.isa]
+    d, v = (_blocks(dim, unit.step) * unit.step / UNIT for dim in (shape.d, shape.v))  # blocks of them
+    number = "whole" if planned.dtype != "bf16" and planned.dtype in unit.whole else planned.dtype
+    parts, of_score, of_value = (UNIT_FAST_PARTS if shape.fast else UNIT_PARTS)[number]
 
     def beside(products: float, operands: float, ways: float) -> float:
         """What products take beside multiply-adds: each loads blocks of K or V, its results go in or out so often."""
         lines = operands * parts * UNIT * UNIT * 2 / LINE + ways * UNIT * UNIT * 4 / LINE
-        return panels * products * (ways * UNIT_RESULTS + lines * UNIT_LINE)
+        return panels * products * (ways * unit.results + lines * unit.line)
 
-    # One or two panels multiply K where it is, if it is of the unit's type; on x86.
-    in_place = whole and planned.isa != "neon_bf16" and shape.rows <= 2 * UNIT and shape.d % UNIT == 0
+    in_place = planned.dtype == "bf16" and shape.rows <= unit.in_place and shape.d % unit.step == 0
     copied = v if in_place else d + v
     brought = shape.heads * shape.keys * copied * UNIT * shape.read_again / shape.lanes
-    softmax = {("f16", True): UNIT_SOFTMAX_F16, ("f32", False): UNIT_SOFTMAX_F32}.get(
-        (planned.dtype, whole), UNIT_SOFTMAX
-    )
     return {
         "scores": weighed * d * UNIT * peak * of_score + beside(key_blocks, d, 1),
         # Results go out of the unit for each tile of keys, and but for the first one into it.
         "values": weighed * v * UNIT * peak * of_value + beside(tiles * v, key_blocks / tiles, 2 - 1 / tiles),
-        "softmax": weighed * softmax * (FAST_SOFTMAX if shape.fast else 1),
+        "softmax": weighed * unit.softmax[planned.dtype] * (FAST_SOFTMAX if shape.fast else 1),
         "mask": _masks(planned, shape, weighed, UNIT),
-        "pack": (brought + vectors * d * UNIT * shape.chunks) * UNIT_PACK * parts,
-        "store": shape.heads * shape.rows * shape.v / shape.lanes * UNIT_STORE * shape.chunks,
+        "pack": (brought + vectors * d * UNIT * shape.chunks) * unit.pack * parts,
+        "store": shape.heads * shape.rows * shape.v / shape.lanes * unit.store * shape.chunks,
         "task": planned.plan["tasks"] * TASK,
     }
 
