@@ -78,9 +78,9 @@ CORES = {
     "neon_bf16": WIDE._replace(lanes=16),
 }
 GUESSED = ("sse2", "neon", "neon_bf16")  # hardly measured, not at all
-# Matrix route: 32 rows and 32 keys at a time. A product of 32 x 32 results takes cycles beside the unit's own rate, which
-# is that of products that never end, with operands in L1: tiles of K and V and many panels of Q and results lie in L2.
-# And cycles of a vector, for what the unit does not do.
+# Matrix route: 32 rows and 32 keys at a time. A product of 32 x 32 results takes cycles beside the unit's own rate,
+# which is that of products that never end, with operands in L1: tiles of K and V and many panels of Q and results lie
+# in L2. And cycles of a vector, for what the unit does not do.
 UNIT = 32
 
 
