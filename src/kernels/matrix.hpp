@@ -40,7 +40,8 @@ struct matrix_task {
     visibility see = visibility::all;
     int64_t first = 0, keys = 0;  // of the tile, in whole steps
     T* scores = nullptr;          // [keys][width]
-    alignas(64) T sum[w] = {};    // of the weights so far, of the vector of rows that is under way
+    alignas(64) T sum[w] = {};    // of the weights so far, of the vector of rows that is under way: row_sum
+    alignas(64) T total[w] = {};  // and row_total
     uint32_t* weights = nullptr;  // [weight_parts] of weight_part, in blocks: B of the values
     int64_t l = width, key = 0;   // what is weighed next: a vector of rows, from this key on; all is: l = width
   };
@@ -94,6 +95,7 @@ struct matrix_task {
     p.out = from.take<T>(round_up(c.v_dim, unit_rows) * width);
     p.row_max = from.take<T>(width);
     p.row_sum = from.take<T>(width);
+    p.row_total = rounds(c.fast_exp != 0) ? from.take<T>(width) : p.row_sum;
   }
 
   matrix_task(const kernel_call& call, const kernel_task& t)
@@ -113,8 +115,13 @@ struct matrix_task {
     }
   }
 
-  // Scores of a job become weights, split or rounded, a vector of rows after the other; their sums are of what they were
-  // before. What is under way stays in registers for as long as a product takes.
+  // Weights of one part are rounded to it. Rows are divided by the sum of the rounded ones, so that what rounding did to a
+  // weight beside which others are nothing does not show; the lse is of the exact ones, and these tell of NaN, which may
+  // become 0 when it is rounded.
+  static constexpr bool rounds(bool fast) { return values::weight_parts(fast) == 1; }
+
+  // Scores of a job become weights, split or rounded, a vector of rows after the other. What is under way stays in
+  // registers for as long as a product takes.
   template <bool Fast>
   class weigher {
    public:
@@ -124,7 +131,8 @@ struct matrix_task {
           l(j.l),
           key(j.key),
           scale(static_cast<T>(m.c.exp_scale)),
-          sum(vec<T>::load_aligned(j.sum)) {
+          sum(vec<T>::load_aligned(j.sum)),
+          total(vec<T>::load_aligned(j.total)) {
       if (!is_done()) top = vec<T>::load_aligned(of.x->row_max + l);
     }
     MH_INLINE bool is_done() const { return l == width; }
@@ -137,15 +145,18 @@ struct matrix_task {
 #pragma GCC unroll 8
       for (int i = 0; i < Keys; ++i) x[i] = (vec<T>::load_aligned(of.scores + (key + i) * width + l) - top) * scale;
       exp2_of<T, Keys, Fast ? fast_exp2_degree<T> : 5, true>(x);  // degree 5: 9e-8
+      if constexpr (rounds(Fast)) {
+#pragma GCC unroll 8
+        for (int i = 0; i < Keys; ++i) total = total + x[i];
+      }
 #pragma GCC unroll 4
       for (int i = 0; i < Keys; i += unit_keys) put(key + i, x + i);
 #pragma GCC unroll 8
       for (int i = 0; i < Keys; ++i) sum = sum + x[i];
       key += Keys;
       if (key < of.keys) return;
-      T* const total = of.x->row_sum + l;
-      (vec<T>::load_aligned(total) + sum).store_aligned(total);
-      sum = vec<T>(T(0));
+      add_to(of.x->row_sum, sum);
+      if constexpr (rounds(Fast)) add_to(of.x->row_total, total);
       key = 0;
       l += w;
       if (!is_done()) top = vec<T>::load_aligned(of.x->row_max + l);
@@ -155,16 +166,26 @@ struct matrix_task {
       of.l = l;
       of.key = key;
       sum.store_aligned(of.sum);
+      total.store_aligned(of.total);
     }
 
    private:
-    MH_INLINE void put(int64_t at, const vec<T>* x) const {
+    MH_INLINE void add_to(T* row, vec<T>& x) const {
+      (vec<T>::load_aligned(row + l) + x).store_aligned(row + l);
+      x = vec<T>(T(0));
+    }
+    MH_INLINE void put(int64_t at, vec<T>* x) const {
       constexpr int parts = values::weight_parts(Fast);
       word_vec split[parts][weight_pairs];
 #pragma GCC unroll 2
       for (int pair = 0; pair < weight_pairs; ++pair) {
         word_vec of_pair[parts];
-        split_floats<typename values::format>(x[2 * pair], x[2 * pair + 1], of_pair);
+        vec<T> even = x[2 * pair], odd = x[2 * pair + 1];
+        split_floats<typename values::format>(even, odd, of_pair);
+        if constexpr (rounds(Fast)) {
+          x[2 * pair] = even;
+          x[2 * pair + 1] = odd;
+        }
 #pragma GCC unroll 3
         for (int n = 0; n < parts; ++n) split[n][pair] = of_pair[n];
       }
@@ -176,7 +197,7 @@ struct matrix_task {
     const int64_t part;
     int64_t l, key;
     const vec<T> scale;
-    vec<T> sum, top;
+    vec<T> sum, total, top;
   };
 
   // Whether the unit has so many steps to a panel and a tile that short turns are enough.
@@ -271,8 +292,10 @@ struct matrix_task {
   MH_INLINE void end_changes(job& j) {
     change(j, j.keys - unit_rows);
     const softmax_rows<T, NV> of{j.x->row_max, j.x->row_sum, j.x->out, c.v_dim};
-    of.raise(scratch.tile_max, static_cast<T>(c.exp_scale), j.x->started);
+    T* const totals = j.x->row_total == j.x->row_sum ? nullptr : j.x->row_total;
+    of.raise(scratch.tile_max, static_cast<T>(c.exp_scale), j.x->started, totals);
     vec<T>(T(0)).store_aligned(j.sum);
+    vec<T>(T(0)).store_aligned(j.total);
     j.l = 0;
     lap(task.clock, phase_softmax);
   }
@@ -401,7 +424,7 @@ struct matrix_task {
     uint32_t again = left;
     for (int64_t i = 0; i < panels; ++i) {
       bool good = finish_panel<D>(c, task, operands.kv_head, p[i], false) && is_normal(p[i]);
-      for (int64_t l = 0; l < p[i].count && p[i].started; ++l) good = good && p[i].row_sum[l] > 0;
+      for (int64_t l = 0; l < p[i].count && p[i].started; ++l) good = good && p[i].row_total[l] > 0;
       again |= static_cast<uint32_t>(!good) << i;
     }
     lap(task.clock, phase_store);

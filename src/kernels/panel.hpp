@@ -39,7 +39,8 @@ struct panel {
   T* q;                                    // [head_dim][width]
   T* out;                                  // [v_dim][width]
   T* row_max;                              // [width]
-  T* row_sum;                              // [width]
+  T* row_sum;                              // [width]: of the weights as values are multiplied with them
+  T* row_total;                            // [width]: before they were rounded for that; the same where they are not
   MH_INLINE int64_t width() const { return vectors * lanes<T>; }
   MH_INLINE key_range clip() const { return {reach[0].begin, reach[vectors - 1].end}; }  // keys that any row may attend
 };
@@ -84,7 +85,7 @@ MH_INLINE panel<T> carve_panel(carver& from, const kernel_call& c, bool with_out
   p.q = from.take<T>(round_up(c.head_dim, lanes<T>) * panel_width<T>);
   p.out = from.take<T>(with_out ? round_up(c.v_dim, lanes<T>) * panel_width<T> : 0);
   p.row_max = from.take<T>(panel_width<T>);
-  p.row_sum = from.take<T>(panel_width<T>);
+  p.row_total = p.row_sum = from.take<T>(panel_width<T>);
   return p;
 }
 
@@ -147,7 +148,7 @@ MH_INLINE void clear_panel(panel<T>& p) {
   p.started = false;
   for (int64_t l = 0; l < p.width(); ++l) {
     p.row_max[l] = lowest<T>;
-    p.row_sum[l] = T(0);
+    p.row_sum[l] = p.row_total[l] = T(0);
   }
 }
 
@@ -419,9 +420,10 @@ __attribute__((noinline)) bool finish_panel(const kernel_call& c, const kernel_t
       const int64_t head = kv_head * c.group + r.member;
       place[l] = place_of_row<D>(c, task.batch, head, r.query, task.chunk);
       if (!ends_count(c)) continue;
-      const row_end e =
-          finish_row<T>(x.row_max[l0 + l], x.row_sum[l0 + l], c.exp_scale, sink_of<T>(c, head, task.chunk));
-      if (c.sinks != nullptr) factor[l] = static_cast<T>(e.factor * undo);
+      const T multiplied = x.row_sum[l0 + l], total = x.row_total[l0 + l];
+      const row_end e = finish_row<T>(x.row_max[l0 + l], total, c.exp_scale, sink_of<T>(c, head, task.chunk));
+      const double rounding = total == multiplied ? 1.0 : static_cast<double>(total) / static_cast<double>(multiplied);
+      if (c.sinks != nullptr) factor[l] = static_cast<T>(e.factor * undo * rounding);
       write_state<T>(c, task.batch, head, r.query, task.chunk, e);
     }
     if (c.sinks != nullptr) factors = load(factor);

@@ -22,8 +22,9 @@ struct softmax_rows {
   T* out;      // [v_dim][width]
   int64_t v_dim;
 
-  // Takes in a tile's maxima; sums and values so far are scaled to the new ones. `started`: out holds something.
-  MH_INLINE void raise(const T* tile_max, T exp_scale, bool started) const {
+  // Takes in a tile's maxima; sums and values so far are scaled to the new ones, other sums too. `started`: out holds
+  // something.
+  MH_INLINE void raise(const T* tile_max, T exp_scale, bool started, T* others = nullptr) const {
     for (int v = 0; v < NV; ++v) {
       const vec<T> old = vec<T>::load_aligned(row_max + v * w);
       const vec<T> top = vec<T>::load_aligned(tile_max + v * w);
@@ -33,6 +34,7 @@ struct softmax_rows {
       const vec<T> factor = exp2_of<T>((old - now) * vec<T>(exp_scale));
       now.store_aligned(row_max + v * w);
       (vec<T>::load_aligned(row_sum + v * w) * factor).store_aligned(row_sum + v * w);
+      if (others != nullptr) (vec<T>::load_aligned(others + v * w) * factor).store_aligned(others + v * w);
       if (!started) continue;
       for (int64_t d = 0; d < v_dim; ++d) {
         T* p = out + d * width + v * w;

@@ -28,20 +28,24 @@ struct unit_terms {
   }
 };
 
-// The types that a unit multiplies. round() makes words of two floats; part() too, and they become what the word holds.
+// The types that a unit multiplies. round() and part() make words of two floats, which become what the word holds.
 struct in_bf16 {
   static float widen(uint16_t x) { return bf16::widen(x); }
-  static MH_INLINE word_vec round(vec<float> even, vec<float> odd) {
+  static MH_INLINE word_vec round(vec<float>& even, vec<float>& odd) {
+    const word_vec upper(0xffff0000U);
 #if defined(__AVX512BF16__)
     alignas(64) static constexpr uint16_t pairs[] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                      8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
     const __m512bh even_then_odd = _mm512_cvtne2ps_pbh(odd, even);
-    return _mm512_permutexvar_epi16(_mm512_load_si512(pairs), reinterpret_cast<__m512i>(even_then_odd));
+    const word_vec word = _mm512_permutexvar_epi16(_mm512_load_si512(pairs), reinterpret_cast<__m512i>(even_then_odd));
 #else
-    const word_vec half(0x8000U), upper(0xffff0000U);
+    const word_vec half(0x8000U);
     const word_vec e = xsimd::bitwise_cast<uint32_t>(even) + half, o = xsimd::bitwise_cast<uint32_t>(odd) + half;
-    return (e >> 16) | (o & upper);
+    const word_vec word = (e >> 16) | (o & upper);
 #endif
+    even = xsimd::bitwise_cast<float>(word << 16);
+    odd = xsimd::bitwise_cast<float>(word & upper);
+    return word;
   }
   // Cut off instead, which costs half as much and leaves no rest in the end either.
   static MH_INLINE word_vec part(vec<float>& even, vec<float>& odd) {
@@ -55,7 +59,7 @@ struct in_bf16 {
 
 struct in_f16 {
   static float widen(uint16_t x) { return f16::widen(x); }
-  static MH_INLINE word_vec round(vec<float> even, vec<float> odd) { return part(even, odd); }
+  static MH_INLINE word_vec round(vec<float>& even, vec<float>& odd) { return part(even, odd); }
   static MH_INLINE word_vec part(vec<float>& even, vec<float>& odd) {
 #if defined(__AVX512F__)
     const __m256i e = _mm512_cvtps_ph(even, _MM_FROUND_TO_NEAREST_INT),
@@ -72,9 +76,9 @@ struct in_f16 {
   }
 };
 
-// Two floats as sums of parts, largest first.
+// Two floats as sums of parts, largest first. What they become is the last part.
 template <class Format, int Parts>
-MH_INLINE void split_floats(vec<float> even, vec<float> odd, word_vec (&part)[Parts]) {
+MH_INLINE void split_floats(vec<float>& even, vec<float>& odd, word_vec (&part)[Parts]) {
 #pragma GCC unroll 2
   for (int i = 0; i + 1 < Parts; ++i) {
     vec<float> e_part = even, o_part = odd;
