@@ -25,7 +25,7 @@ enum class cpu_level : int32_t {
 struct machine {
   std::string cpu_name;
   bool has_level[static_cast<int>(cpu_level::count)] = {};   // indexed by cpu_level
-  bool slow_level[static_cast<int>(cpu_level::count)] = {};  // the next best one that it has is faster
+  bool slow_level[static_cast<int>(cpu_level::count)] = {};  // the level before it is faster
   int64_t l1_bytes = 32768;                                  // data cache of one core
   int64_t l2_bytes = 262144;                                 // of one core
   int64_t l3_bytes = 0;                                      // shared; 0 = unknown

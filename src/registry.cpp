@@ -2,9 +2,11 @@
 // table is named here, so the linker keeps it and nothing has to register itself at start-up.
 #include "registry.hpp"
 
+#include <array>
 #include <atomic>
 #include <iterator>
 #include <string>
+#include <utility>
 
 #include "check.hpp"
 #include "machine.hpp"
@@ -26,12 +28,28 @@ struct isa_row {
   const kernel_table* (*kernels)() noexcept;
 };
 
-constexpr isa_row rows[] = {
+constexpr isa_row built[] = {
 #define MH_ISA_ROW(name, level) {#name, cpu_level::level, name::kernels},
 #include "kernels/isa_list.inc"
 #undef MH_ISA_ROW
 };
-constexpr int32_t row_count = std::size(rows);
+constexpr int32_t row_count = std::size(built);
+
+// The best on this CPU first: where the level below is faster, its row comes before.
+std::array<isa_row, row_count> in_order() {
+  std::array<isa_row, row_count> order = std::to_array(built);
+  for (size_t i = 0; i + 1 < order.size(); ++i) {
+    const int level = static_cast<int>(order[i].level);
+    if (!this_machine().slow_level[level] || static_cast<int>(order[i + 1].level) != level - 1) continue;
+    std::swap(order[i], order[i + 1]);
+    ++i;
+  }
+  return order;
+}
+const isa_row& row(int32_t i) {
+  static const std::array<isa_row, row_count> order = in_order();
+  return order[static_cast<size_t>(i)];
+}
 
 constexpr int32_t automatic = -1;
 constexpr int32_t unset = -2;  // set_isa has not been called: MH_ISA counts
@@ -39,14 +57,14 @@ std::atomic<int32_t> forced{unset};
 
 std::string names() {
   std::string text;
-  for (const isa_row& row : rows) text += (text.empty() ? "" : ", ") + std::string(row.name);
+  for (int32_t i = 0; i < row_count; ++i) text += (text.empty() ? "" : ", ") + std::string(row(i).name);
   return text;
 }
 
 // `who` names where the name came from.
 int32_t find(const char* who, const std::string& name) {
   for (int32_t i = 0; i < row_count; ++i) {
-    if (name != rows[i].name) continue;
+    if (name != row(i).name) continue;
     if (!isa_supported(i)) {
       fail(MH_UNSUPPORTED, who, " is \"", name, "\", which this CPU (", this_machine().cpu_name, ") cannot run");
     }
@@ -60,11 +78,11 @@ int32_t find(const char* who, const std::string& name) {
 int32_t isa_count() noexcept { return row_count; }
 
 const kernel_table* isa_table(int32_t isa) noexcept {
-  return isa >= 0 && isa < row_count ? rows[isa].kernels() : nullptr;
+  return isa >= 0 && isa < row_count ? row(isa).kernels() : nullptr;
 }
 
 bool isa_supported(int32_t isa) noexcept {
-  return isa >= 0 && isa < row_count && this_machine().has_level[static_cast<int>(rows[isa].level)];
+  return isa >= 0 && isa < row_count && this_machine().has_level[static_cast<int>(row(isa).level)];
 }
 
 const kernel_table& current_isa() {
@@ -73,14 +91,14 @@ const kernel_table& current_isa() {
   const int32_t requested = request.empty() ? automatic : find("the environment variable MH_ISA", request);
   const int32_t set = forced.load(std::memory_order_relaxed);
   const int32_t wanted = set == unset ? requested : set;
-  if (wanted >= 0) return *rows[wanted].kernels();
+  if (wanted >= 0) return *row(wanted).kernels();
   for (int32_t i = 0; i < row_count; ++i) {
-    if (isa_supported(i) && !this_machine().slow_level[static_cast<int>(rows[i].level)]) return *rows[i].kernels();
+    if (isa_supported(i)) return *row(i).kernels();
   }
   fail(MH_UNSUPPORTED, "this CPU (", this_machine().cpu_name, ") can run none of: ", names());
 }
 
-const kernel_table& find_isa(const char* name) { return *rows[find("isa", name)].kernels(); }
+const kernel_table& find_isa(const char* name) { return *row(find("isa", name)).kernels(); }
 
 void set_isa(const char* name) {
   forced.store(name == nullptr || *name == 0 ? automatic : find("isa", name), std::memory_order_relaxed);

@@ -132,7 +132,7 @@ row_bounds bounds_of(const test_case& c, const plan& plan, const attention_resul
   const bool fast = (p.flags & MH_FLAG_FAST_EXP) != 0 && !plan.second_pass && !p.is_f64();
   const double weight = fast ? 1.2e-4 : 0;
   row_bounds r;
-  // Each unit has its own, which is at most half a unit in the last place, and their sum is of what they were before.
+  // Where a unit multiplies weights of one part, each of them is off by half a unit in the last place at most.
   const bool rounds = plan.kernel == route_matrix && (p.dtype == MH_DTYPE_BF16 || (fast && p.dtype == MH_DTYPE_F16));
   r.rounded = rounds ? std::ldexp(1, -8) : 0;
   for (int64_t row = 0; row < p.batch * p.heads * p.q_len; ++row) {

@@ -426,6 +426,8 @@ struct test_case {
         return some ? sign(i[3]) * (i[2] % 2 ? -1 : 1) * std::ldexp(1, !is_f16 && i[1] % 2 ? 80 : 10) : 0;
       }
       if (kind == "opposed") return std::ldexp(normal, -115);
+      if (kind == "tinyk") return std::ldexp(normal, is_f16 ? 13 : 125);
+      if (kind == "tinyq") return std::ldexp(normal, is_f16 ? -15 : -127);
       return kind == "spread" ? 2 * normal : normal;
     });
     fill(k, [&](const index4& i, double normal) {
@@ -433,6 +435,8 @@ struct test_case {
       if (kind == "huge") return sign(i[3]) * static_cast<double>(i[2] * 37 % p.kv_len + 1) * 8;
       if (kind == "equal") return static_cast<double>(i[3] % 5 - 2) / 4;
       if (kind == "opposed") return std::ldexp(normal, 115);
+      if (kind == "tinyk") return std::ldexp(normal, is_f16 ? -15 : -127);  // denormal but in f64, beside a huge Q
+      if (kind == "tinyq") return std::ldexp(normal, is_f16 ? 13 : 125);
       const double along = static_cast<double>(i[1] % 2 ? p.kv_len - 1 - i[2] : i[2]) / static_cast<double>(p.kv_len);
       return kind == "spread" ? normal * (1 + 8 * along) : normal;
     });

@@ -82,7 +82,7 @@ MH_API size_t mh_dtype_size(int32_t dtype);      /* bytes; 0 when out of range *
 
 /* The instruction sets this build has kernels for, best first: "amx_fp16" and "amx" (AVX-512, and
  * AMX for f32, bf16 and f16, the former with its multiplication of f16; the first call asks Linux to let the process use
- * it), "avx512_bf16" (AVX-512, with VDPBF16PS for bf16; taken where that is faster than FMA, not on Intel's CPUs),
+ * it), "avx512_bf16" (AVX-512, with VDPBF16PS for bf16; before "avx512" where that is faster than FMA, not on Intel's),
  * "avx512", "avx2", "sse2"; "neon_bf16" (with BFMMLA for bf16), "neon". */
 MH_API int32_t mh_isa_count(void);
 MH_API const char* mh_isa_name(int32_t isa);  /* NULL when out of range */

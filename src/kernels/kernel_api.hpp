@@ -29,7 +29,7 @@ struct kernel_call {
   double exp_scale;
 
   double softcap;    // 0 = off
-  int32_t fast_exp;  // 1: exponentials of 13 bits, and weights of 8 on a matrix unit
+  int32_t fast_exp;  // 1: exponentials of 13 bits, and weights of fewer parts on a matrix unit
   int32_t causal;
   int32_t align;  // mh_align, never unset
   int64_t q_offset;

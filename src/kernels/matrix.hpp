@@ -1,8 +1,9 @@
 // The route for a matrix unit (matrix_unit.hpp): the same algorithm as the tile route, with panels of 32 rows and tiles of
 // 128 keys. What it multiplies are 16-bit numbers, so all others come to it in parts (unit_number.hpp), enough of them
-// that results are as good as the tile route's. Q is not scaled; scores are, in f32 (kernel_api.hpp: q_scale, exp_scale).
+// that results are as good as the tile route's; weights of bf16 are rounded, which costs as much as rounding results does.
+// Q is not scaled; scores are, in f32 (kernel_api.hpp: q_scale, exp_scale).
 //
-// The unit works beside the vectors, but on x86 a core looks only so far ahead. So while it multiplies two panels' scores
+// AMX works beside the vectors, but a core looks only so far ahead. So while it multiplies two panels' scores
 // and values, a turn of weighing a third panel stands between its instructions every 64 of its cycles: of so many keys
 // that most of the panel is weighed in them, as what is left over finds the unit idle. With it go lines to be asked
 // for: of masks and biases, the next rows of Q, the next tile's K and V, and the results.

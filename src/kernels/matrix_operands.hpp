@@ -1,6 +1,6 @@
 // What the matrix unit multiplies: Q of a panel, K and V of a tile, brought into its order and split into its numbers
-// (unit_number.hpp). K and V once a task, for all of its panels: V transposed, both padded with zeros, so that no size or
-// stride is special. Only where few panels share it, K of the unit's own type is multiplied where it is.
+// (unit_number.hpp). K and V once a task, for all of its panels: V transposed if the unit needs it, both padded with zeros, so
+// that no size or stride is special. K of the unit's own type may be multiplied where it is (takes_in_place).
 #pragma once
 
 #include "matrix_unit.hpp"
@@ -65,10 +65,15 @@ struct matrix_operands {
   }
 
   // The unit takes denormal numbers for 0, and small parts of f32 may be denormal. That is an error of 2^-117 of a number,
-  // which counts where the other operand is as large as 2^80: such are left to the tile route.
+  // which counts where the other operand is as large as 2^80: such are left to the tile route. K of bf16 is not looked at, so
+  // that Q must not have any denormal either.
+  static constexpr bool of_pairs = std::is_same_v<D, bf16>;
+  using rows_seen = std::conditional_t<of_pairs, pair_magnitudes, magnitudes>;
   static MH_INLINE bool is_usual(const magnitudes& seen) { return !seen.any_above(80); }
-  static MH_INLINE void take(magnitudes& seen, const raw& x) {
-    if constexpr (pair_vectors<D> == 2) {
+  static MH_INLINE bool is_usual(const pair_magnitudes& seen) { return !seen.any_above(80) && !seen.any_denormal(); }
+  template <class Seen>
+  static MH_INLINE void take(Seen& seen, const raw& x) {
+    if constexpr (pair_vectors<D> == 2 || std::is_same_v<Seen, pair_magnitudes>) {
 #pragma GCC unroll 2
       for (const word_vec& each : x) seen.take(each);
     }
@@ -104,7 +109,7 @@ struct matrix_operands {
 
   // Q^T of a panel: B of the scores. False: not for the unit.
   __attribute__((noinline)) bool pack_rows(const panel<T>& x) const {
-    magnitudes seen;
+    rows_seen seen;
     const auto* q = static_cast<const storage*>(c.q) + task.batch * c.q_strides[0];
     auto* to = reinterpret_cast<uint32_t*>(x.q);
     for (int64_t l0 = 0; l0 < width; l0 += w) {

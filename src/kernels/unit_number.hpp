@@ -2,9 +2,9 @@
 // few parts, two numbers to a word, the even one low. Which products of parts are taken decides what is lost:
 //
 //              parts     products: of a score   of a value         lost
-//   bf16       1 bf16              1            1 (one of weight)  2^-9 of a weight, as much as results are rounded by
+//   bf16       1 bf16              1            1 (one of weight)  2^-8 of a weight, as much as results are rounded by
 //   f16        1 f16               1            2                  2^-22 of a weight; on units that have f16,
-//              2 bf16              2 + 2        2 + 1              2^-17 of a weight; else
+//              2 bf16              2 + 2        2 + 1              2^-16 of a weight; else
 //   f32        3 bf16              3 + 2 + 1    3 + 2 + 1          2^-23 of a product at most, 2^-25 on average
 //
 // bf16 has the exponents of f32, and 8, 11 and 24 bits of mantissa are 1, 2 and 3 parts of it without a rest. The products
@@ -153,6 +153,24 @@ class magnitudes {
   static MH_INLINE word_vec power(int exponent) { return word_vec(static_cast<uint32_t>(127 + exponent) << 24); }
 
   word_vec twice_ = word_vec(0U);
+};
+
+// What is seen of bf16 numbers in pairs: the largest magnitude in each lane, and the smallest that is not 0.
+class pair_magnitudes {
+ public:
+  MH_INLINE void take(word_vec x) {
+    const halves h = xsimd::bitwise_cast<uint16_t>(x & word_vec(0x7fff7fffU));
+    most_ = xsimd::max(most_, h);
+    least_ = xsimd::min(least_, h - halves(1));  // of 0 it is the largest
+  }
+  MH_INLINE bool any_above(int exponent) const {
+    return xsimd::any(most_ > halves(static_cast<uint16_t>((127 + exponent) << 7)));
+  }
+  MH_INLINE bool any_denormal() const { return xsimd::any(least_ < halves(0x7f)); }
+
+ private:
+  using halves = xsimd::batch<uint16_t, MH_ARCH>;
+  halves most_ = halves(0), least_ = halves(0xffff);
 };
 
 // A vector of pairs as it comes from memory: words of two 16-bit numbers, or the pairs' first numbers and their second.

@@ -304,7 +304,7 @@ def _words(planned: Planned) -> list[tuple[str, str]]:
 
 def _copies(planned: Planned, shape: Shape) -> str:
     if planned.route == "matrix":
-        return "brought into the unit's order tile by tile, once for each task: V transposed, K unless it is so already"
+        return "brought into the unit's order tile by tile, once for each task: V, and K unless it is so already"
     if not planned.plan["copies_kv"]:
         return "read where they lie, without a copy"
     if planned.route == "decode":
@@ -347,7 +347,7 @@ def _advice_of_time(terms: Mapping[str, float], limit: str, planned: Planned, ma
     prefill = planned.route != "decode" and not planned.plan["second_pass"]
     if prefill and limit == "arithmetic" and planned.dtype == "f32":
         if planned.route == "matrix":
-            said.append("The matrix unit takes six products for one of f32: bf16 takes one or two.")
+            said.append("The matrix unit takes six products for one of f32: bf16 takes one.")
         elif isa := next(filter(machine["isas"].get, UNITS), None):
             said.append(f"{UNITS[isa].what} would run on the matrix unit of this CPU, with isa {isa}.")
     if limit.startswith("read") and planned.dtype in ("f32", "f64"):

@@ -132,7 +132,7 @@ FAR_LINE = 12.0  # cycles that a thread takes to read a line, where fewer bytes 
 APART = 1.6  # times as long
 
 F64_SOFTMAX = 1.4  # times as long: a polynomial of degree 11 instead of 6
-FAST_SOFTMAX = 0.77  # fast_exp: of degree 3, and weights rounded instead of split
+FAST_SOFTMAX = 0.77  # fast_exp: of degree 3, and weights of fewer parts
 
 
 @dataclass(frozen=True)
