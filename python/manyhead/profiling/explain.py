@@ -314,12 +314,17 @@ def _copies(planned: Planned, shape: Shape) -> str:
     return "copied tile by tile: rows a multiple of 1 KiB apart would push each other out of L1"
 
 
+def _best_isa(machine: Mapping[str, Any]) -> str:
+    """The instruction set that is the default here: the first one that runs, as they stand in order."""
+    return next((name for name, runs in machine["isas"].items() if runs), "")
+
+
 def _advice(planned: Planned, row: Row, machine: Mapping[str, Any]) -> list[str]:
     """What would make it faster, as far as the plan alone tells."""
     plan, shape = planned.plan, Shape(planned)
     said = []
-    best = next((name for name, runs in machine["isas"].items() if runs), planned.isa)
-    if planned.isa != best:
+    best = _best_isa(machine)
+    if best and planned.isa != best:
         said.append(f"This CPU also runs {best}.")
     if planned.threads < row.threads:
         if planned.threads == 1 and plan["tasks"] > 1:
@@ -348,7 +353,7 @@ def _advice_of_time(terms: Mapping[str, float], limit: str, planned: Planned, ma
     if prefill and limit == "arithmetic" and planned.dtype == "f32":
         if planned.route == "matrix":
             said.append("The matrix unit takes six products for one of f32: bf16 takes one.")
-        elif isa := next(filter(machine["isas"].get, UNITS), None):
+        elif (isa := _best_isa(machine)) in UNITS:
             said.append(f"{UNITS[isa].what} would run on the matrix unit of this CPU, with isa {isa}.")
     if limit.startswith("read") and planned.dtype in ("f32", "f64"):
         said.append("It waits for memory: K and V in bf16 or f16 are fewer bytes.")
