@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <limits>
 #include <random>
 #include <type_traits>
@@ -148,6 +149,22 @@ TEST_CASE("numbers are split into parts for the matrix unit") {
     if (std::abs(x) < 0x1p-8F) continue;  // f16 has few exponents: the second part would be denormal
     loses(in_f16{}, one, 16 * x, 0x1p-11);
     loses(in_f16{}, two, 16 * x, 0x1p-22);
+  }
+}
+
+TEST_CASE("pairs of bf16 are for the unit up to 2^80 and if none is denormal, in every place of a vector") {
+  constexpr uint16_t usual[] = {0x0000, 0x8000, 0x0080, 0x3f80, 0x6780, 0xe780};
+  for (uint32_t bits = 0; bits < 65536; ++bits) {
+    const uint32_t size = bits & 0x7fffU;
+    const bool want = size == 0 || (size >= 0x80 && size <= 0x6780);
+    const size_t place = bits % (2 * lanes<float>);
+    aligned<uint16_t> x(2 * lanes<float>);
+    for (int64_t i = 0; i < 2 * lanes<float>; ++i) x[i] = usual[static_cast<size_t>(bits + i) % std::size(usual)];
+    x[static_cast<int64_t>(place)] = static_cast<uint16_t>(bits);
+    pair_magnitudes seen;
+    seen.take(word_vec::load_aligned(reinterpret_cast<const uint32_t*>(x.get())));
+    seen.take(word_vec(0x3f803f80U));
+    if (seen.all_usual() != want) FAIL_CHECK("0x" << std::hex << bits);
   }
 }
 

@@ -70,7 +70,7 @@ struct matrix_operands {
   static constexpr bool of_pairs = std::is_same_v<D, bf16>;
   using rows_seen = std::conditional_t<of_pairs, pair_magnitudes, magnitudes>;
   static MH_INLINE bool is_usual(const magnitudes& seen) { return !seen.any_above(80); }
-  static MH_INLINE bool is_usual(const pair_magnitudes& seen) { return !seen.any_above(80) && !seen.any_denormal(); }
+  static MH_INLINE bool is_usual(const pair_magnitudes& seen) { return seen.all_usual(); }
   template <class Seen>
   static MH_INLINE void take(Seen& seen, const raw& x) {
     if constexpr (pair_vectors<D> == 2 || std::is_same_v<Seen, pair_magnitudes>) {

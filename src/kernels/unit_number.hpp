@@ -155,22 +155,20 @@ class magnitudes {
   word_vec twice_ = word_vec(0U);
 };
 
-// What is seen of bf16 numbers in pairs: the largest magnitude in each lane, and the smallest that is not 0.
+// Whether bf16 numbers in pairs are for a unit: none above 2^80, and none denormal. Sums of 15 bits tell by the 16th, two to a
+// word: 16-bit comparisons are calls on ARM here.
 class pair_magnitudes {
  public:
   MH_INLINE void take(word_vec x) {
-    const halves h = xsimd::bitwise_cast<uint16_t>(x & word_vec(0x7fff7fffU));
-    most_ = xsimd::max(most_, h);
-    least_ = xsimd::min(least_, h - halves(1));  // of 0 it is the largest
+    const word_vec m = x & word_vec(0x7fff7fffU);
+    const word_vec huge = m + word_vec(0x187f187fU);  // 0x8000 - 0x6781, the first one above 2^80
+    const word_vec denormal = (m + word_vec(0x7fff7fffU)) ^ (m + word_vec(0x7f807f80U));  // not 0, but below 0x80
+    unusual_ = unusual_ | huge | denormal;
   }
-  MH_INLINE bool any_above(int exponent) const {
-    return xsimd::any(most_ > halves(static_cast<uint16_t>((127 + exponent) << 7)));
-  }
-  MH_INLINE bool any_denormal() const { return xsimd::any(least_ < halves(0x7f)); }
+  MH_INLINE bool all_usual() const { return !xsimd::any((unusual_ & word_vec(0x80008000U)) != word_vec(0U)); }
 
  private:
-  using halves = xsimd::batch<uint16_t, MH_ARCH>;
-  halves most_ = halves(0), least_ = halves(0xffff);
+  word_vec unusual_ = word_vec(0U);
 };
 
 // A vector of pairs as it comes from memory: words of two 16-bit numbers, or the pairs' first numbers and their second.
