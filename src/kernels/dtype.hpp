@@ -240,22 +240,23 @@ MH_INLINE void narrow_row(const typename D::real* from, int64_t n, typename D::s
 // A row of any dtype, known at run time only (biases, which may have another dtype than q, k and v).
 template <class T>
 MH_INLINE void widen_any(int32_t dtype, const void* base, int64_t offset, int64_t stride, int64_t n, T* to) {
-  for (int64_t i = 0; i < n; ++i) {
-    const int64_t at = offset + i * stride;
-    switch (dtype) {
-      case MH_DTYPE_F32:
-        to[i] = static_cast<T>(static_cast<const float*>(base)[at]);
-        break;
-      case MH_DTYPE_F64:
-        to[i] = static_cast<T>(static_cast<const double*>(base)[at]);
-        break;
-      case MH_DTYPE_BF16:
-        to[i] = static_cast<T>(bf16::widen(static_cast<const uint16_t*>(base)[at]));
-        break;
-      default:
-        to[i] = static_cast<T>(f16::widen(static_cast<const uint16_t*>(base)[at]));
-        break;
+  const auto widen = [&]<class D>() MH_INLINE_LAMBDA {
+    const auto* const p = static_cast<const typename D::storage*>(base) + offset;
+    if constexpr (std::is_same_v<typename D::real, T>) {
+      widen_row<D>(p, stride, n, to);
+    } else {
+      for (int64_t i = 0; i < n; ++i) to[i] = static_cast<T>(D::widen(p[i * stride]));
     }
+  };
+  switch (dtype) {
+    case MH_DTYPE_F32:
+      return widen.template operator()<f32>();
+    case MH_DTYPE_F64:
+      return widen.template operator()<f64>();
+    case MH_DTYPE_BF16:
+      return widen.template operator()<bf16>();
+    default:
+      return widen.template operator()<f16>();
   }
 }
 

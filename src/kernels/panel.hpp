@@ -235,23 +235,23 @@ MH_INLINE void change_scores(const kernel_call& c, const row_terms<T>& rows, con
     scale = 1;
     return first;
   };
+  // Scores that no row sees do not count.
+  T* const column_max = see == visibility::some ? nullptr : tile_max;
   if (c.softcap > 0) softcap_pass<T>(c, s, t.keys() * width, once());
-  if (c.alibi_slopes != nullptr) alibi_pass_transposed<T>(c, rows, t, width, s, once());
-  if (c.bias != nullptr) bias_pass_transposed<T, Closes>(c, rows, t, width, s, once());
+  if (c.alibi_slopes != nullptr)
+    alibi_pass_transposed<T>(c, rows, t, width, s, once(), c.bias == nullptr ? column_max : nullptr);
+  if (c.bias != nullptr) bias_pass_transposed<T, Closes>(c, rows, t, width, s, once(), column_max);
   if (scale != 1) {
     const vec<T> factor(static_cast<T>(scale));
     for (int64_t i = 0; i < t.keys() * width; i += w) (vec<T>::load_aligned(s + i) * factor).store_aligned(s + i);
   }
   if (see == visibility::some) return visibility_pass_transposed<T>(words, t.keys(), width, s, tile_max);
-  vec<T> top[NV];
+  if (c.alibi_slopes != nullptr || c.bias != nullptr) return;
 #pragma GCC unroll 8
-  for (int v = 0; v < NV; ++v) top[v] = vec<T>::load_aligned(tile_max + v * w);
-  for (int64_t key = 0; key < t.keys(); ++key) {
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; ++v) top[v] = larger<T>(top[v], vec<T>::load_aligned(s + key * width + v * w));
+  for (int64_t l = 0; l < width; l += w) {
+    store<T>(tile_max + l, top_of<T>(load(tile_max + l), t.keys(),
+                                     [&](int64_t key) MH_INLINE_LAMBDA { return load(s + key * width + l); }));
   }
-#pragma GCC unroll 8
-  for (int v = 0; v < NV; ++v) top[v].store_aligned(tile_max + v * w);
 }
 
 // The same for a whole tile. A function of its own: within the task's, g++ with sanitizers was not done in 17 minutes.
