@@ -209,8 +209,8 @@ struct matrix_task {
            number::short_turn_steps;
   }
 
-  // A block of results, `to` = or += A B. Meanwhile, turn by turn, a panel is weighed and lines are asked for, four, as many
-  // as this memory brings: first of what masks and biases say.
+  // A block of results, `to` = or += A B. Meanwhile, turn by turn, a panel is weighed and lines are asked for: first of what
+  // masks and biases say of the next panel.
   template <int Turn, class Weigher>
   MH_INLINE void multiply(const unit_a& a, const unit_b& b, const unit_terms& terms, const unit_extent& size, T* to,
                           bool add, Weigher& panel) {
@@ -221,7 +221,7 @@ struct matrix_task {
       if (!panel.is_done()) panel.template weigh<Turn>();
       if constexpr (asks_ahead) {
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) next.step();
+        for (int i = 0; i < matrix_unit::turn_lines; ++i) next.step();
       }
     };
     unit.product<typename values::format>(a, b, terms, size, to, width, add, meanwhile);
@@ -350,12 +350,10 @@ struct matrix_task {
       next->scores = scratch.scores + count % 2 * job_keys * width;
       next->weights = weights + count % 2 * weight_parts * weight_part;
       ++count;
-      ask_soon(c.bias, c.bias_strides, bias_bytes(c), i, b);
-      if (i + 1 < panels) {
-        ask_soon(c.mask, c.mask_strides, 1, i + 1, b);
-      } else {
-        ask_soon(c.mask, c.mask_strides, 1, 0, e);
-      }
+      soon.clear();  // what has not been asked for yet is here now, or late
+      const bool more = i + 1 < panels;
+      ask_soon(c.bias, c.bias_strides, bias_bytes(c), more ? i + 1 : 0, more ? b : e);
+      ask_soon(c.mask, c.mask_strides, 1, more ? i + 1 : 0, more ? b : e);
       ahead.add(results_ahead<D>(c, task, operands.kv_head, e, x));
       begin_changes(*next);
       multiply_scores<Fast, Turn>(*next, *scored);

@@ -169,6 +169,8 @@ inline constexpr tile_shapes unit_shapes;
 // The unit is told the shape of its tiles; afterwards it is given back, so that the system need not save it.
 class matrix_unit {
  public:
+  static constexpr int turn_lines = 4;  // asked for in each meanwhile(): as many as memory brings in 64 cycles
+
   matrix_unit() { _tile_loadconfig(&unit_shapes); }
   ~matrix_unit() { _tile_release(); }
   matrix_unit(const matrix_unit&) = delete;
@@ -235,6 +237,8 @@ class matrix_unit {
 
 class matrix_unit {
  public:
+  static constexpr int turn_lines = 24;  // a turn takes 400 cycles and more
+
   // c (rows x 32, c_stride apart) = A B, or += where `add`.
   // meanwhile() is called between stretches of rows.
   template <class Format, class Meanwhile>
@@ -304,6 +308,8 @@ class matrix_unit {
 
 class matrix_unit {
  public:
+  static constexpr int turn_lines = 0;  // it takes no turns
+
   // c (rows x 32, c_stride apart) = A B, or += where `add`.
   template <class Format, class Meanwhile>
   MH_INLINE void product(const unit_a& a, const unit_b& b, const unit_terms& terms, const unit_extent& size, float* c,
@@ -358,6 +364,8 @@ class matrix_unit {
 
 class matrix_unit {
  public:
+  static constexpr int turn_lines = 4;
+
   template <class Format, class Meanwhile>
   void product(const unit_a& a, const unit_b& b, const unit_terms& terms, const unit_extent& size, float* c,
                int64_t c_stride, bool add, Meanwhile meanwhile) const {
