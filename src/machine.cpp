@@ -67,6 +67,7 @@ void find_levels(machine& m) {
   m.has_level[static_cast<int>(cpu_level::x86_bf16)] = v4 && bf16;
   // VDPBF16PS: 1020 GFLOP/s on two cores of Zen 5, where FMA does 512; on a Xeon with AMX 120 on one, where FMA does 241.
   m.slow_level[static_cast<int>(cpu_level::x86_bf16)] = __builtin_cpu_is("intel");
+  m.asks_own_rows = __builtin_cpu_is("amd") != 0;
   m.has_level[static_cast<int>(cpu_level::x86_amx)] = amx;
   m.has_level[static_cast<int>(cpu_level::x86_amx_fp16)] = amx && fp16;
 }

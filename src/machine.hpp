@@ -30,6 +30,7 @@ struct machine {
   int64_t l2_bytes = 262144;                                 // of one core
   int64_t l3_bytes = 0;                                      // shared; 0 = unknown
   int32_t cpus = 1;             // that this process may run on (affinity mask, not the whole host)
+  bool asks_own_rows = false;   // decode steps: plan.cpp on prefetch
   std::string isa_request;      // MH_ISA, "" = none
   std::string threads_error;    // why MH_THREADS could not be used, "" = fine
   int32_t threads_request = 0;  // MH_THREADS, 0 = none

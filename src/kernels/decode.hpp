@@ -161,7 +161,10 @@ struct decode_task {
 
   // Rows that are needed soon: of V while K is worked on, and of the next tile's K during the values. Each step asks for
   // the bytes of the other that it reads itself, one line every few cycles: sixteen at once would fill the buffers that
-  // also bring lines from L2, and all would wait.
+  // also bring lines from L2, and all would wait. Or its own bytes some rows on (kernel_call.own_rows_ahead), where rows
+  // are not widened and one or two passes read all of them: with more passes a row comes again before its lines do.
+  enum class asks { nothing, other, own };
+  static constexpr bool may_ask_own = many_registers && sizeof(typename D::storage) == sizeof(T);
   struct soon {
     const char* base;
     int64_t stride;  // bytes
@@ -172,14 +175,17 @@ struct decode_task {
     constexpr int64_t size = sizeof(typename E::storage);
     return {reinterpret_cast<const char*>(rows.base), rows.stride * size};
   }
-  template <class E>
+  template <asks For, class E>
   static MH_INLINE void ask(const char* p) {
-    // 16-bit tiles of both fit L1; wider ones would push each other out.
-    __builtin_prefetch(p, 0, sizeof(typename E::storage) == 2 ? 3 : 2);
+    // Into L1 where it has room: tiles of both only in 16 bits.
+    __builtin_prefetch(p, 0, For == asks::own || sizeof(typename E::storage) == 2 ? 3 : 2);
   }
 
+  static constexpr asks own_rows = may_ask_own ? asks::own : asks::other;
+  MH_INLINE bool asks_own() const { return may_ask_own && c.prefetch && c.own_rows_ahead > 0; }
+
   // R rows from row r against the next of `keys` keys, dots / R of them; keys behind the last are the last again.
-  template <int R, bool Ask, class E>
+  template <int R, asks For, class E>
   MH_INLINE void score_rows(int64_t r, rows_at<E> k, int64_t keys, T* s, soon next) {
     constexpr int K = dots / R;
     constexpr int64_t size = sizeof(typename E::storage);
@@ -193,11 +199,11 @@ struct decode_task {
     int64_t d = 0;
     for (; d < k_pairs; d += 2 * w) {
 #pragma GCC unroll 2
-      for (int64_t b = 0; Ask && b < 2 * w * size; b += 64) {
+      for (int64_t b = 0; For != asks::nothing && b < 2 * w * size; b += 64) {
         if (2 * w * size < 64 && d * size % 64 != 0) break;
         const char* p = next.base + d * size + b;
 #pragma GCC unroll 16
-        for (int i = 0; i < K; ++i, p += next.stride) ask<E>(p);
+        for (int i = 0; i < K; ++i, p += next.stride) ask<For, E>(p);
       }
       if constexpr (K < R) {  // keys in registers
         vec<T> y[K][2];
@@ -231,7 +237,7 @@ struct decode_task {
     for (; d < k_dim; d += w) {
       const int64_t at_dim = c.copy_kv ? d : place_of(d, k_dim, k_back);
 #pragma GCC unroll 16
-      for (int i = 0; Ask && i < K; ++i) ask<E>(next.base + i * next.stride + d * size);
+      for (int i = 0; For != asks::nothing && i < K; ++i) ask<For, E>(next.base + i * next.stride + d * size);
 #pragma GCC unroll 16
       for (int i = 0; i < K; ++i) {
         vec<T> y = E::widen(key[i] + at_dim);
@@ -252,26 +258,26 @@ struct decode_task {
   }
 
   // Rows r .. rows against `keys` keys, R rows at a time as long as there are so many, then fewer.
-  template <int R, bool Ask, class E>
+  template <int R, asks For, class E>
   MH_INLINE void score_all(int64_t r, rows_at<E> k, int64_t keys, soon next) {
     const int64_t row_end = r + (rows - r) / R * R;
     if (r < row_end) {
       for (int64_t i = 0; i < keys; i += dots / R) {
-        for (int64_t n = r; n < row_end; n += R) score_rows<R, Ask>(n, k.from(i), keys - i, scores + i, next.from(i));
+        for (int64_t n = r; n < row_end; n += R) score_rows<R, For>(n, k.from(i), keys - i, scores + i, next.from(i));
       }
     }
     if constexpr (R > 1) {
-      if (row_end < rows) score_all<R / 2, Ask>(row_end, k, keys, next);
+      if (row_end < rows) score_all<R / 2, For>(row_end, k, keys, next);
     }
   }
 
-  template <bool Ask, class E>
+  template <asks For, class E>
   __attribute__((noinline)) void score(rows_at<E> k, int64_t keys, soon next) {
-    score_all<most_rows, Ask>(0, k, keys, next);
+    score_all<most_rows, For>(0, k, keys, next);
   }
 
   // O[row .. row + R)[dims of N vectors] += P V for one tile. N: pairs, or 0 for a single vector.
-  template <bool Careful, int R, int N, bool Ask, class E>
+  template <bool Careful, int R, int N, asks For, class E>
   MH_INLINE void add_values(rows_at<E> v, int64_t keys, const T* p, T* to, bool begun, soon next) {
     constexpr int V = N == 0 ? 1 : 2 * N;
     constexpr int64_t bytes = V * w * static_cast<int64_t>(sizeof(typename E::storage));
@@ -283,7 +289,7 @@ struct decode_task {
     }
     for (int64_t k = 0; k < keys; ++k) {
 #pragma GCC unroll 8
-      for (int64_t b = 0; Ask && b < bytes; b += 64) ask<E>(next.base + k * next.stride + b);
+      for (int64_t b = 0; For != asks::nothing && b < bytes; b += 64) ask<For, E>(next.base + k * next.stride + b);
       vec<T> x[V];
       if constexpr (N == 0) x[0] = E::widen(v.from(k).base);
 #pragma GCC unroll 8
@@ -309,7 +315,7 @@ struct decode_task {
   }
 
   // All dims of R rows.
-  template <bool Careful, int R, bool Ask, class E>
+  template <bool Careful, int R, asks For, class E>
   MH_INLINE void add_rows(int64_t r, int64_t first, rows_at<E> v, int64_t keys, bool begun, soon next) {
     constexpr int N = pairs_of<R>;
     constexpr int64_t step = 2 * N * w;
@@ -318,32 +324,32 @@ struct decode_task {
     T* const to = out + r * v_dim;
     int64_t d = 0;
     for (; d + step <= v_pairs; d += step)
-      add_values<Careful, R, N, Ask>(v.from(0, d), keys, p, to + d, begun, next.from(0, d * size));
+      add_values<Careful, R, N, For>(v.from(0, d), keys, p, to + d, begun, next.from(0, d * size));
     if constexpr (N > 1) {
       for (; d + 2 * w <= v_pairs; d += 2 * w)
-        add_values<Careful, R, 1, Ask>(v.from(0, d), keys, p, to + d, begun, next.from(0, d * size));
+        add_values<Careful, R, 1, For>(v.from(0, d), keys, p, to + d, begun, next.from(0, d * size));
     }
     for (; d < v_dim; d += w) {
-      add_values<Careful, R, 0, Ask>(v.from(0, place_of(d, v_dim, v_back)), keys, p, to + d, begun,
+      add_values<Careful, R, 0, For>(v.from(0, place_of(d, v_dim, v_back)), keys, p, to + d, begun,
                                      next.from(0, d * size));
     }
   }
 
-  template <bool Careful, int R, bool Ask, class E>
+  template <bool Careful, int R, asks For, class E>
   MH_INLINE void add_all_rows(int64_t r, int64_t first, rows_at<E> v, int64_t keys, bool begun, soon next) {
     const int64_t row_end = r + (rows - r) / R * R;
-    for (int64_t n = r; n < row_end; n += R) add_rows<Careful, R, Ask>(n, first, v, keys, begun, next);
+    for (int64_t n = r; n < row_end; n += R) add_rows<Careful, R, For>(n, first, v, keys, begun, next);
     if constexpr (R > 1) {
-      if (row_end < rows) add_all_rows<Careful, R / 2, Ask>(row_end, first, v, keys, begun, next);
+      if (row_end < rows) add_all_rows<Careful, R / 2, For>(row_end, first, v, keys, begun, next);
     }
   }
 
   // With more rows than one pass takes, a few keys at a time, so that their rows of V stay in L1 for the next pass.
-  template <bool Careful, bool Ask, class E>
+  template <bool Careful, asks For, class E>
   __attribute__((noinline)) void add_all(rows_at<E> v, int64_t keys, soon next) {
     const int64_t step = rows > most_rows ? keys_at_once : keys;
     for (int64_t first = 0; first < keys; first += step)
-      add_all_rows<Careful, most_rows, Ask>(0, first, v.from(first), min_of(step, keys - first), started || first > 0,
+      add_all_rows<Careful, most_rows, For>(0, first, v.from(first), min_of(step, keys - first), started || first > 0,
                                             next.from(first));
     started = true;
   }
@@ -455,11 +461,13 @@ struct decode_task {
       const rows_at<D> k = in_place(c.k, c.k_strides, task, t.begin);
       const rows_at<D> v = in_place(c.v, c.v_strides, task, t.begin);
       if (c.copy_kv) {
-        score<false>(copied_k(k, keys), keys, soon{});
+        score<asks::nothing>(copied_k(k, keys), keys, soon{});
+      } else if (asks_own()) {
+        score<own_rows>(k, keys, as_soon(k.from(c.own_rows_ahead)));
       } else if (c.prefetch) {
-        score<true>(k, keys, as_soon(v));
+        score<asks::other>(k, keys, as_soon(v));
       } else {
-        score<false>(k, keys, soon{});
+        score<asks::nothing>(k, keys, soon{});
       }
       lap(clock, phase_scores);
       if (c.softcap > 0) {
@@ -473,14 +481,16 @@ struct decode_task {
       weigh_all<Careful, min_of(most_rows, exp2_vectors)>(0, padded, careful_factor);
       lap(clock, phase_softmax);
       if (c.copy_kv) {
-        add_all<Careful, false>(copied_v(v, keys), keys, soon{});
+        add_all<Careful, asks::nothing>(copied_v(v, keys), keys, soon{});
+      } else if (!Careful && asks_own()) {
+        add_all<Careful, Careful ? asks::nothing : own_rows>(v, keys, as_soon(v.from(c.own_rows_ahead)));
       } else if (!Careful && c.prefetch && (t.end < end || task.next != nullptr)) {
         const rows_at<D> following = t.end < end ? k.from(keys)
                                                  : in_place(c.k, c.k_strides, *task.next,
                                                             first_key(positions_of(c, task.next->batch), *task.next));
-        add_all<Careful, !Careful>(v, keys, as_soon(following));
+        add_all<Careful, Careful ? asks::nothing : asks::other>(v, keys, as_soon(following));
       } else {
-        add_all<Careful, false>(v, keys, soon{});
+        add_all<Careful, asks::nothing>(v, keys, soon{});
       }
       lap(clock, phase_values);
     }
