@@ -14,9 +14,11 @@
 //   on an AVX-512 server core: decode 1.2 to 1.5 times faster beyond the caches and up to 1.2 times slower within L2,
 //   prefill 1.01 to 1.09 times faster. A decode step of one f32 row has no arithmetic to hide it behind: 3 MB on two
 //   threads, within L2 together, 0.84 times as fast, 6 MB 1.00, 12 to 67 MB 1.02 to 1.12, 134 MB and more, from memory, 1.1
-//   to 1.4. So that asks beyond four times L2. K and V bring each other's rows on Intel's CPUs. On Zen 5 f32 and f64 with
-//   AVX-512 bring their own, 16 rows and 4 KB on: heads of 32 to 256, 1 to 4 rows, 1.0 to 1.3 times as fast on one thread,
-//   0.97 to 1.18 on two; half and twice as far on less. In 16 bits 0.55 to 1.09, with AVX2 0.5 to 1.3: not there.
+//   to 1.4. So that asks beyond four times L2.
+//   Decode asks for rows of V with K and of K with V. On AMD's CPUs (Zen 5; others are unmeasured) f32 and f64 with AVX-512
+//   ask each for its own (decode.hpp says how far ahead): heads of 16 to 256, 1 to 12 rows, 1.0 to 1.3 times as fast on
+//   one thread, 0.97 to 1.3 on two. In 16 bits 0.55 to 1.09, with AVX2 0.5 to 1.3, where heads lie side by side in
+//   rows 0.85 to 1.16: not there.
 #include "plan.hpp"
 
 #include <algorithm>
@@ -24,7 +26,6 @@
 
 #include "check.hpp"
 #include "json.hpp"
-#include "machine.hpp"
 #include "problem_line.hpp"
 #include "schedule.hpp"
 
@@ -216,13 +217,12 @@ kernel_call make_call(const plan& plan) {
   c.block_kv = plan.block_kv;
   c.copy_kv = plan.copy_kv;
   c.prefetch = plan.prefetch;
-  const int64_t k_row = p.head_dim * dtype_bytes(p.dtype);
-  c.own_rows_ahead = this_machine().asks_own_rows ? std::max<int64_t>(16, 4096 / k_row) : 0;
+  c.asks_own = plan.asks_own;
   c.row_blocks = plan.second_row_blocks;
   return c;
 }
 
-plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes) {
+plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, bool asks_own_rows) {
   plan plan{};
   plan.p = p;
   plan.table = &table;
@@ -252,6 +252,7 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes) {
   if (p.has_input(MH_INPUT_MASK)) read += pair_bytes(p, p.mask_strides, 1);
   if (p.has_input(MH_INPUT_BIAS)) read += pair_bytes(p, p.bias_strides, dtype_bytes(p.bias_dtype));
   plan.prefetch = read > static_cast<double>(l2_bytes) * (arithmetic ? 1 : 4);
+  plan.asks_own = asks_own_rows && p.k_strides[2] == p.head_dim && p.v_strides[2] == p.v_dim;
   const bool matrix = plan.kernel == route_matrix;
   plan.panel_rows = matrix ? matrix_rows : table.panel_rows[f64];
   if (plan.kernel == route_decode) {

@@ -22,6 +22,7 @@ struct plan {
   int64_t chunk_keys;                         // keys of a split
   int64_t chunks;                             // splits; 1 = none
   bool prefetch;                              // rows of K, V, Q and out are asked for ahead of need
+  bool asks_own;                              // decode does with K for K, with V for V
   bool copy_kv;                               // tiles of K and V are copied (converted, made contiguous) before use
   bool second_pass;                           // weights, mean weights, scores or column sums are written after out
   int64_t second_block_q, second_row_blocks;  // its tasks' rows: whole queries where heads are averaged
@@ -44,7 +45,8 @@ double expected_us(double flops, double bytes);
 
 extern const char* const route_names[route_count];
 
-plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes);
+// asks_own_rows: machine.hpp.
+plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, bool asks_own_rows = false);
 
 // The keys [begin, end) that query i may attend, as far as the problem says without its tensors.
 std::pair<int64_t, int64_t> key_range(const problem& p, int64_t i);

@@ -277,6 +277,12 @@ TEST_CASE(
   for (const char* line :
        {"f32 b1 h4/1 q1 kv512 d128", "f32 b1 h12 q1 kv512 d64", "f64 b1 h6 q1 kv512 d64", "f32 b1 h2 q512 kv512 d64"})
     CHECK_MESSAGE(!plan_of(line).prefetch, line);
+  const auto asks_own = [](const char* line, bool asks_own_rows) {
+    return make_plan(problem_of(line), current_isa(), l2, asks_own_rows).asks_own;
+  };
+  CHECK(asks_own("f32 b2 h4/1 q1 kv2048 d128", true));
+  CHECK(!asks_own("f32 b2 h4/1 q1 kv2048 d128", false));
+  CHECK(!asks_own("f32 b2 h4/2 q1 kv2048 d128 bshd", true));  // rows of other heads lie between
 }
 
 TEST_CASE("skipped tiles and attended pairs are counted right") {

@@ -71,8 +71,8 @@ mh_exec serial() {
   return exec;
 }
 
-void run(test_case& c, const kernel_table& table, int64_t l2_bytes = large_l2) {
-  manyhead::run(make_plan(c.p, table, l2_bytes), check_tensors(c.p, c.t), serial());
+void run(test_case& c, const kernel_table& table, int64_t l2_bytes = large_l2, bool asks_own_rows = false) {
+  manyhead::run(make_plan(c.p, table, l2_bytes, asks_own_rows), check_tensors(c.p, c.t), serial());
 }
 
 // --- how far results may be off --------------------------------------------------------------------------------------
@@ -292,12 +292,16 @@ void check_line(const problem_line& line) {
     const std::vector<double> first = bits();
     const std::string damage = c.damage();
     CHECK_MESSAGE(damage.empty(), where << damage);
-    if (make_plan(c.p, *table, small_l2).block_q == large.block_q) continue;
-    c.clear_outputs();
-    run(c, *table, small_l2);
-    CHECK_MESSAGE(same(first, bits()), where << "other task sizes give other bits");
-    const std::string more_damage = c.damage();
-    CHECK_MESSAGE(more_damage.empty(), where << more_damage);
+    const plan small = make_plan(c.p, *table, small_l2);
+    if (small.block_q == large.block_q && small.prefetch == large.prefetch) continue;
+    for (const bool asks_own_rows : {false, true}) {
+      if (asks_own_rows && small.kernel != route_decode) continue;
+      c.clear_outputs();
+      run(c, *table, small_l2, asks_own_rows);
+      CHECK_MESSAGE(same(first, bits()), where << "other task sizes, or what is asked for, give other bits");
+      const std::string more_damage = c.damage();
+      CHECK_MESSAGE(more_damage.empty(), where << more_damage);
+    }
   }
 }
 

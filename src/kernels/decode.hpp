@@ -161,8 +161,8 @@ struct decode_task {
 
   // Rows that are needed soon: of V while K is worked on, and of the next tile's K during the values. Each step asks for
   // the bytes of the other that it reads itself, one line every few cycles: sixteen at once would fill the buffers that
-  // also bring lines from L2, and all would wait. Or its own bytes some rows on (kernel_call.own_rows_ahead), where rows
-  // are not widened and one or two passes read all of them: with more passes a row comes again before its lines do.
+  // also bring lines from L2, and all would wait. Or its own bytes some rows on (kernel_call.asks_own), where rows are
+  // not widened and there are registers to read them in few passes: with many a row comes again before its lines do.
   enum class asks { nothing, other, own };
   static constexpr bool may_ask_own = many_registers && sizeof(typename D::storage) == sizeof(T);
   struct soon {
@@ -177,12 +177,16 @@ struct decode_task {
   }
   template <asks For, class E>
   static MH_INLINE void ask(const char* p) {
-    // Into L1 where it has room: tiles of both only in 16 bits.
+    // Into L1 where it has room: for some rows, and for tiles of K and V in 16 bits only.
     __builtin_prefetch(p, 0, For == asks::own || sizeof(typename E::storage) == 2 ? 3 : 2);
   }
 
   static constexpr asks own_rows = may_ask_own ? asks::own : asks::other;
-  MH_INLINE bool asks_own() const { return may_ask_own && c.prefetch && c.own_rows_ahead > 0; }
+  MH_INLINE bool asks_own() const { return may_ask_own && c.prefetch && c.asks_own; }
+  // 16 rows and 4 KB: half and twice as much are slower.
+  static MH_INLINE rows_at<D> further_on(rows_at<D> rows, int64_t dim) {
+    return rows.from(max_of(16, 4096 / (dim * static_cast<int64_t>(sizeof(T)))));
+  }
 
   // R rows from row r against the next of `keys` keys, dots / R of them; keys behind the last are the last again.
   template <int R, asks For, class E>
@@ -463,7 +467,7 @@ struct decode_task {
       if (c.copy_kv) {
         score<asks::nothing>(copied_k(k, keys), keys, soon{});
       } else if (asks_own()) {
-        score<own_rows>(k, keys, as_soon(k.from(c.own_rows_ahead)));
+        score<own_rows>(k, keys, as_soon(further_on(k, k_dim)));
       } else if (c.prefetch) {
         score<asks::other>(k, keys, as_soon(v));
       } else {
@@ -483,7 +487,7 @@ struct decode_task {
       if (c.copy_kv) {
         add_all<Careful, asks::nothing>(copied_v(v, keys), keys, soon{});
       } else if (!Careful && asks_own()) {
-        add_all<Careful, Careful ? asks::nothing : own_rows>(v, keys, as_soon(v.from(c.own_rows_ahead)));
+        add_all<Careful, Careful ? asks::nothing : own_rows>(v, keys, as_soon(further_on(v, v_dim)));
       } else if (!Careful && c.prefetch && (t.end < end || task.next != nullptr)) {
         const rows_at<D> following = t.end < end ? k.from(keys)
                                                  : in_place(c.k, c.k_strides, *task.next,

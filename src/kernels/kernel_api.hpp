@@ -64,10 +64,10 @@ struct kernel_call {
   int64_t chunks;      // 1 = not split: tasks write out and lse themselves
   int64_t chunk_keys;  // keys of a chunk, a multiple of block_kv
 
-  int64_t block_kv;        // keys of a tile; borders lie at its multiples
-  int32_t prefetch;        // 1: ask for rows of K, V, Q and out ahead of need
-  int64_t own_rows_ahead;  // a decode step asks for K with K and V with V, so many rows on; 0: for each with the other
-  int32_t copy_kv;         // 1: copy each K and V tile to scratch first (plan.cpp: needs_copy)
+  int64_t block_kv;  // keys of a tile; borders lie at its multiples
+  int32_t prefetch;  // 1: ask for rows of K, V, Q and out ahead of need
+  int32_t asks_own;  // 1: a decode step asks for rows of K with K and of V with V; else for each with the other
+  int32_t copy_kv;   // 1: copy each K and V tile to scratch first (plan.cpp: needs_copy)
 
   // Outputs of the second pass (weights_task).
   void* weights;       // real or NULL

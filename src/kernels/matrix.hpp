@@ -352,8 +352,8 @@ struct matrix_task {
       ++count;
       soon.clear();  // what has not been asked for yet is here now, or late
       const bool more = i + 1 < panels;
-      ask_soon(c.bias, c.bias_strides, bias_bytes(c), more ? i + 1 : 0, more ? b : e);
       ask_soon(c.mask, c.mask_strides, 1, more ? i + 1 : 0, more ? b : e);
+      ask_soon(c.bias, c.bias_strides, bias_bytes(c), more ? i + 1 : 0, more ? b : e);
       ahead.add(results_ahead<D>(c, task, operands.kv_head, e, x));
       begin_changes(*next);
       multiply_scores<Fast, Turn>(*next, *scored);

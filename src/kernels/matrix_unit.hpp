@@ -237,7 +237,7 @@ class matrix_unit {
 
 class matrix_unit {
  public:
-  static constexpr int turn_lines = 24;  // a turn takes 400 cycles and more
+  static constexpr int turn_lines = 24;  // a turn of heads of 64 takes 400 cycles
 
   // c (rows x 32, c_stride apart) = A B, or += where `add`.
   // meanwhile() is called between stretches of rows.
