@@ -779,6 +779,153 @@ TEST_CASE_TEMPLATE("visibility bits", T, float, double) {
   }
 }
 
+// Numbers, some of them -inf or NaN, as biases of every dtype.
+struct biases {
+  std::vector<double> doubles = normal<double>(12000, 29);
+  std::vector<float> floats;
+  std::vector<uint16_t> bf16s, f16s;
+
+  biases() {
+    for (size_t i = 0; i < doubles.size(); i += 61) doubles[i] = -infinity<double>;
+    for (size_t i = 5; i < doubles.size(); i += 67) doubles[i] = std::numeric_limits<double>::quiet_NaN();
+    for (const double x : doubles) {
+      floats.push_back(static_cast<float>(x));
+      bf16s.push_back(bf16::narrow(floats.back()));
+      f16s.push_back(f16::narrow(floats.back()));
+    }
+  }
+  const void* of(int32_t dtype) const {
+    if (dtype == MH_DTYPE_F64) return doubles.data();
+    if (dtype == MH_DTYPE_F32) return floats.data();
+    return dtype == MH_DTYPE_BF16 ? bf16s.data() : f16s.data();
+  }
+  double at(int32_t dtype, int64_t place) const {
+    const auto i = static_cast<size_t>(place);
+    if (dtype == MH_DTYPE_F64) return doubles[i];
+    if (dtype == MH_DTYPE_F32) return static_cast<double>(floats[i]);
+    return static_cast<double>(dtype == MH_DTYPE_BF16 ? bf16::widen(bf16s[i]) : f16::widen(f16s[i]));
+  }
+};
+
+template <class T, int NV, bool Closes>
+void check_changed_scores(const biases& bias) {
+  constexpr int64_t width = NV * lanes<T>;
+  constexpr int64_t sizes[] = {0, 1, 2, 15, 16, 17, 31, 33, 64, 95, 96};
+  constexpr int64_t key_strides[] = {1, 1, 1, 2, -1, 0};
+  constexpr T nan = std::numeric_limits<T>::quiet_NaN();
+  constexpr double epsilon = static_cast<double>(std::numeric_limits<T>::epsilon());
+  std::mt19937 random(23);
+  const auto pick = [&](int64_t low, int64_t high) {
+    return low + static_cast<int64_t>(random() % static_cast<uint64_t>(high - low + 1));
+  };
+  const std::vector<T> values = normal<T>(100 * width, 37);
+  std::vector<T> slopes = normal<T>(12, 38);
+  for (T& slope : slopes) slope /= T(16);
+  for (int64_t i = 0; i < 192; ++i) {  // each set of modifiers four times
+    const bool hides = (i & 1) != 0;
+    const double scale = (i & 2) != 0 ? 0.5 : 1.0;
+    kernel_call c{};
+    c.group = pick(1, 3);
+    c.extra_keys = pick(0, 2);
+    const int64_t behind = pick(0, c.extra_keys);  // how many of them the tile has
+    const int64_t keys = pick(0, 2) == 0 && behind > 0 ? pick(1, behind) : sizes[pick(0, std::ssize(sizes) - 1)];
+    const int64_t begin = pick(40, 70);
+    const tile_at t{1, 1, pick(0, 5), pick(1, width), begin, begin + keys};
+    c.kv_len = t.end - behind + c.extra_keys + (behind == 0 ? pick(0, 9) : 0);
+    if ((i & 4) != 0) c.softcap = 2.5;
+    if (i % 3 != 0) c.alibi_slopes = slopes.data();
+    c.alibi_mode = i % 3 == 1 ? MH_ALIBI_ABS : MH_ALIBI_SIGNED;
+    c.alibi_batch_stride = 6;
+    const auto own = static_cast<int64_t>(sizeof(T) == 4 ? MH_DTYPE_F32 : MH_DTYPE_F64);
+    c.bias_dtype = static_cast<int32_t>(pick(0, 1) == 0 ? own : pick(0, 3));
+    if ((i & 8) != 0) c.bias = bias.of(c.bias_dtype);
+    const bool one_row = pick(0, 2) == 0;
+    c.bias_strides[0] = 500;
+    c.bias_strides[1] = one_row ? 0 : 301 * pick(0, 1);
+    c.bias_strides[2] = one_row ? 0 : 157 * pick(0, 1);
+    c.bias_strides[3] = key_strides[pick(0, std::ssize(key_strides) - 1)];
+    const positions at{0, pick(-20, 60)};
+    tile_at whole = t;
+    whole.begin -= 32 * pick(0, 1);  // t may be some of a tile's keys
+    row_terms<T> rows;
+    rows.look_up(c, at, whole, width);
+
+    // Of each lane one score lies far above the others, one is -inf and one NaN.
+    aligned<T> s((keys + 1) * width), tops(width, -infinity<T>);
+    std::copy_n(values.begin() + pick(0, width), (keys + 1) * width, s.get());
+    for (int64_t lane = 0; lane < width; ++lane) {
+      for (const T special : {nan, -infinity<T>, T(50)}) {
+        const int64_t places[] = {0, keys - 1, keys - behind - 1, pick(0, keys), pick(0, keys)};
+        s[max_of(0, min_of(places[pick(0, 4)], keys - 1)) * width + lane] = special;
+      }
+      if (pick(0, 2) == 0) tops[lane] = static_cast<T>(pick(-1, 60));
+    }
+    std::vector<bits<T>> words(static_cast<size_t>(4 * width));
+    for (int64_t first = 0; first < 4 * width; first += lanes<T>) {
+      const bool all = pick(0, 2) == 0;
+      for (int64_t l = first; l < first + lanes<T>; ++l) {
+        const uint32_t some = pick(0, 7) == 0 ? 0 : static_cast<uint32_t>(random() | random());
+        words[static_cast<size_t>(l)] = (all ? ~0U : some) & bit_range(0, keys - first / width * word_keys);
+      }
+    }
+    const std::vector<T> before(s.get(), s.get() + (keys + 1) * width);
+    std::vector<T> want_tops(tops.get(), tops.get() + width);
+    change_scores<T, NV, Closes>(c, rows, t, hides ? visibility::some : visibility::all, words.data(), s.get(),
+                                 tops.get(), scale);
+
+    int64_t wrong = 0;
+    for (int64_t lane = 0; lane < width; ++lane) {
+      const int64_t row = t.row + min_of(lane, t.count - 1);
+      const int64_t query = row / c.group, head = t.kv_head * c.group + row % c.group;
+      for (int64_t k = 0; k < keys; ++k) {
+        double x = scale * static_cast<double>(before[static_cast<size_t>(k * width + lane)]);
+        if (c.softcap > 0) x = c.softcap * std::tanh(x / c.softcap);
+        double size = std::abs(x);  // of what is added up
+        if (c.alibi_slopes != nullptr) {
+          const auto distance = static_cast<double>(query + at.offset - t.begin - k);
+          const double slope = static_cast<double>(slopes[static_cast<size_t>(6 + head)]);
+          x -= slope * (c.alibi_mode == MH_ALIBI_SIGNED ? distance : std::abs(distance));
+          size += std::abs(slope * distance);
+        }
+        if (c.bias != nullptr && t.begin + k < c.kv_len - c.extra_keys) {
+          const int64_t place = c.bias_strides[0] + head * c.bias_strides[1] + query * c.bias_strides[2];
+          const double b = bias.at(c.bias_dtype, place + (t.begin + k) * c.bias_strides[3]);
+          x = Closes && b == -infinity<double> ? b : x + b;
+          size += std::abs(b);
+        }
+        const bool hidden =
+            hides && (words[static_cast<size_t>(k / word_keys * width + lane)] >> k % word_keys & 1) == 0;
+        if (hidden) x = -infinity<double>;
+        const T stored = s[k * width + lane];
+        const auto got = static_cast<double>(stored);
+        const bool right = std::isnan(x)   ? std::isnan(got)
+                           : std::isinf(x) ? got == x
+                                           : std::abs(got - x) <= 8 * epsilon * size;
+        wrong += right ? 0 : 1;
+        T& want_top = want_tops[static_cast<size_t>(lane)];
+        if (!hidden && stored > want_top) want_top = stored;
+      }
+    }
+    CAPTURE(i);
+    CHECK(wrong == 0);
+    CHECK(std::equal(want_tops.begin(), want_tops.end(), tops.get()));
+    CHECK(std::equal(before.end() - width, before.end(), s.get() + keys * width));  // the row behind is not touched
+  }
+}
+
+TEST_CASE_TEMPLATE("scores change as their modifiers say, and the maxima are those of what rows see", T, float,
+                   double) {
+  const biases bias;
+  check_changed_scores<T, 1, true>(bias);
+  check_changed_scores<T, 1, false>(bias);
+  check_changed_scores<T, 2, true>(bias);
+  check_changed_scores<T, 2, false>(bias);
+  if constexpr (max_panel_vectors == 3) {
+    check_changed_scores<T, 3, true>(bias);
+    check_changed_scores<T, 3, false>(bias);
+  }
+}
+
 // The streaming softmax over tiles of any sizes gives the plain softmax.
 TEST_CASE_TEMPLATE("softmax rows", T, float, double) {
   constexpr int64_t width = lanes<T>;
