@@ -213,12 +213,14 @@ struct decode_task {
         vec<T> y[K][2];
 #pragma GCC unroll 16
         for (int i = 0; i < K; ++i) E::widen_pair(key[i] + d, y[i][0], y[i][1]);
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; ++half) {
 #pragma GCC unroll 8
-        for (int n = 0; n < R; ++n) {
-          const vec<T> x0 = vec<T>::load_aligned(row + n * k_dim + d);
-          const vec<T> x1 = vec<T>::load_aligned(row + n * k_dim + d + w);
+          for (int n = 0; n < R; ++n) {
+            const vec<T> x = held<T>(vec<T>::load_aligned(row + n * k_dim + d + half * w));
 #pragma GCC unroll 16
-          for (int i = 0; i < K; ++i) acc[n * K + i] = xsimd::fma(y[i][1], x1, xsimd::fma(y[i][0], x0, acc[n * K + i]));
+            for (int i = 0; i < K; ++i) acc[n * K + i] = xsimd::fma(y[i][half], x, acc[n * K + i]);
+          }
         }
       } else {  // rows
         vec<T> x[R][2];
@@ -231,6 +233,7 @@ struct decode_task {
         for (int i = 0; i < K; ++i) {
           vec<T> y0, y1;
           E::widen_pair(key[i] + d, y0, y1);
+          if constexpr (R > 1) y0 = held<T>(y0), y1 = held<T>(y1);
 #pragma GCC unroll 8
           for (int n = 0; n < R; ++n) acc[n * K + i] = xsimd::fma(y0, x[n][0], acc[n * K + i]);
 #pragma GCC unroll 8
@@ -298,6 +301,10 @@ struct decode_task {
       if constexpr (N == 0) x[0] = E::widen(v.from(k).base);
 #pragma GCC unroll 8
       for (int n = 0; n < N; ++n) E::widen_pair(v.from(k).base + n * 2 * w, x[2 * n], x[2 * n + 1]);
+      if constexpr (R > 1) {
+#pragma GCC unroll 8
+        for (int n = 0; n < V; ++n) x[n] = held<T>(x[n]);
+      }
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         const T weight = p[r * width + k];

@@ -368,6 +368,15 @@ inline constexpr int exp2_vectors = 1;  // compiles in half the time
 inline constexpr int exp2_vectors = 2;
 #endif
 
+// x, loaded once: g++ may load what FMAs multiply anew for each, and two loads a cycle are too few for two FMAs then.
+template <class T>
+MH_INLINE vec<T> held(vec<T> x) {
+#if !XSIMD_WITH_EMULATED && defined(__x86_64__)
+  asm("" : "+v"(x.data));
+#endif
+  return x;
+}
+
 // a / b where b is from 1 to 2^100 and a is not larger. Dividing 16 floats takes 16 cycles; a reciprocal of 14 bits with a
 // Newton step takes 4, and its error, 2^-28, is lost in the rounding of the product.
 template <class T>
