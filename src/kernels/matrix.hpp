@@ -351,9 +351,10 @@ struct matrix_task {
       next->weights = weights + count % 2 * weight_parts * weight_part;
       ++count;
       soon.clear();  // what has not been asked for yet is here now, or late
-      const bool more = i + 1 < panels;
-      ask_soon(c.mask, c.mask_strides, 1, more ? i + 1 : 0, more ? b : e);
-      ask_soon(c.bias, c.bias_strides, bias_bytes(c), more ? i + 1 : 0, more ? b : e);
+      const bool is_last = i + 1 == panels;
+      const int64_t coming = is_last ? 0 : i + 1, coming_key = is_last ? e : b;
+      ask_soon(c.mask, c.mask_strides, 1, coming, coming_key);
+      ask_soon(c.bias, c.bias_strides, bias_bytes(c), coming, coming_key);
       ahead.add(results_ahead<D>(c, task, operands.kv_head, e, x));
       begin_changes(*next);
       multiply_scores<Fast, Turn>(*next, *scored);

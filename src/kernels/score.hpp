@@ -154,6 +154,11 @@ MH_INLINE vec<T> biased(vec<T> s, vec<T> b) {
   return xsimd::select(b == closed, closed, s + b);
 }
 
+// How many of a tile's keys have a bias. Extra keys, the last ones, have none, and a tile may be extra keys alone.
+MH_INLINE int64_t biased_keys(const kernel_call& c, const tile_at& t) {
+  return max_of(0, min_of(t.keys(), c.kv_len - c.extra_keys - t.begin));
+}
+
 MH_INLINE int64_t bias_bytes(const kernel_call& c) {
   return c.bias_dtype == MH_DTYPE_F64 ? 8 : c.bias_dtype == MH_DTYPE_F32 ? 4 : 2;
 }
@@ -166,7 +171,7 @@ __attribute__((noinline)) void bias_pass_transposed(const kernel_call& c, const 
                                                     int64_t width, T* s, double scale = 1, T* column_max = nullptr) {
   constexpr int64_t w = lanes<T>;
   alignas(64) T copies[w * most_tile_keys];
-  const int64_t keys = max_of(0, min_of(t.keys(), c.kv_len - c.extra_keys - t.begin));
+  const int64_t keys = biased_keys(c, t);
   const int64_t pitch = round_up(keys, w);
   const bool one_row = c.bias_strides[2] == 0 && (c.bias_strides[1] == 0 || c.group == 1);
   const bool is_plain = c.bias_dtype == (sizeof(T) == 4 ? MH_DTYPE_F32 : MH_DTYPE_F64) && c.bias_strides[3] == 1;
@@ -203,7 +208,7 @@ __attribute__((noinline)) void bias_pass_transposed(const kernel_call& c, const 
           for (int64_t l = 0; l < w; ++l) rows[l] = load(b[l] + k0);
           transpose<T>(rows);
           if (k0 + w <= keys) {
-            vec<T> tops[4];  // see top_of
+            vec<T> tops[4];  // as top_of, but unrolled: the rows stay in registers
             for (vec<T>& some : tops) some = top;
 #pragma GCC unroll 16
             for (int64_t k = 0; k < w; ++k) tops[k % 4] = larger<T>(tops[k % 4], add(k0 + k, rows[k]));
@@ -228,8 +233,7 @@ __attribute__((noinline)) void bias_pass_transposed(const kernel_call& c, const 
 template <class T>
 __attribute__((noinline)) void bias_pass_rows(const kernel_call& c, const tile_at& t, int64_t width, T* s) {
   constexpr int64_t w = lanes<T>;
-  const int64_t keys =
-      max_of(0, min_of(t.keys(), c.kv_len - c.extra_keys - t.begin));  // a tile may be extra keys alone
+  const int64_t keys = biased_keys(c, t);
   alignas(64) T copy[most_tile_keys];
   row_of r(c, t.row);
   for (int64_t lane = 0; lane < t.count; ++lane, r.step(c)) {
