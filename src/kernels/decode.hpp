@@ -511,7 +511,7 @@ struct decode_task {
 
   // Divides and stores. False: something is not finite.
   bool finish(bool careful) {
-    vec<T> not_finite(T(0));
+    finite_check<T> finite;
     const double undo = careful ? ::exp2(careful_shift(c.kv_len)) : 1.0;
     // Stores of vectors may change members, for all that a compiler knows.
     const int64_t dims = v_dim, back = v_back, pairs = D::pairs_apart && !c.copy_kv ? v_pairs : 0;
@@ -530,7 +530,7 @@ struct decode_task {
       void* const place = place_of_row<D>(c, task.batch, head, of.query, task.chunk);
       const auto value = [&](int64_t d) MH_INLINE_LAMBDA {
         const vec<T> x = vec<T>::load_aligned(values + d) * vec<T>(factor);
-        not_finite = xsimd::fma(x, vec<T>(T(0)), not_finite);
+        finite.see(x);
         return x;
       };
       const auto write = [&](int64_t d, vec<T> x) MH_INLINE_LAMBDA {
@@ -554,7 +554,7 @@ struct decode_task {
       }
       for (; d < dims; d += w) write(place_of(d, dims, back), value(d));
     }
-    return xsimd::all(not_finite == vec<T>(T(0)));
+    return finite.passed();
   }
 
   void run() {

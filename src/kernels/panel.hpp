@@ -396,13 +396,28 @@ MH_INLINE bool ends_count(const kernel_call& c) {
   return c.sinks != nullptr || c.lse != nullptr || c.row_states != nullptr || c.chunks > 1;
 }
 
+// Whether all values seen are finite: 0 times each, added up, is 0, or NaN from the first that is not. In four sums, taken
+// in turn: one alone is a chain of a multiply-add's latency through all values, longer than all else done with them.
+template <class T>
+class finite_check {
+ public:
+  MH_INLINE void see(vec<T> x) {
+    const vec<T> sum = xsimd::fma(x, vec<T>(T(0)), a_);
+    a_ = b_, b_ = c_, c_ = d_, d_ = sum;  // names, once a loop is unrolled; moves between registers where it is not
+  }
+  MH_INLINE bool passed() const { return xsimd::all((a_ + b_) + (c_ + d_) == vec<T>(T(0))); }
+
+ private:
+  vec<T> a_{T(0)}, b_{T(0)}, c_{T(0)}, d_{T(0)};
+};
+
 // Divides, transposes and stores a panel. False: something is not finite.
 template <class D>
 __attribute__((noinline)) bool finish_panel(const kernel_call& c, const kernel_task& task, int64_t kv_head,
                                             const panel<typename D::real>& x, bool careful) {
   using T = typename D::real;
   constexpr int64_t w = lanes<T>;
-  vec<T> not_finite(T(0));  // 0 times every value: 0, or NaN from the first that is not finite
+  finite_check<T> finite;
   constexpr bool pairs = sizeof(typename D::storage) == 2;
   const bool in_vectors = c.chunks > 1 || (!pairs && c.out_strides[3] == 1);  // rows take whole vectors,
   const bool in_pairs = pairs && c.chunks == 1 && c.out_strides[3] == 1;      // or two of them made narrow
@@ -437,7 +452,8 @@ __attribute__((noinline)) bool finish_panel(const kernel_call& c, const kernel_t
         for (int64_t i = 0; i < w; ++i) {
           const vec<T> even = vec<T>::load_aligned(from + 2 * i * x.width()) * factors;
           const vec<T> odd = vec<T>::load_aligned(from + (2 * i + 1) * x.width()) * factors;
-          not_finite = xsimd::fma(odd, vec<T>(T(0)), xsimd::fma(even, vec<T>(T(0)), not_finite));
+          finite.see(even);
+          finite.see(odd);
           block[i] = D::narrow(even) | (D::narrow(odd) << 16);
         }
         transpose_words(block);
@@ -459,7 +475,7 @@ __attribute__((noinline)) bool finish_panel(const kernel_call& c, const kernel_t
           block[i] = i < n ? vec<T>::load_aligned(from + i * x.width()) * factors : vec<T>(T(0));
       }
 #pragma GCC unroll 16
-      for (int64_t i = 0; i < w; ++i) not_finite = xsimd::fma(block[i], vec<T>(T(0)), not_finite);
+      for (int64_t i = 0; i < w; ++i) finite.see(block[i]);
       transpose<T>(block);
       if (n == w && in_vectors) {
 #pragma GCC unroll 16
@@ -471,7 +487,7 @@ __attribute__((noinline)) bool finish_panel(const kernel_call& c, const kernel_t
       }
     }
   }
-  return xsimd::all(not_finite == vec<T>(T(0)));
+  return finite.passed();
 }
 
 }  // namespace
