@@ -19,6 +19,7 @@ struct plan {
   int64_t row_blocks;                         // tasks along the rows
   int64_t panel_rows;                         // rows that a kernel works on together, the grain of tasks
   int64_t block_kv;                           // keys of a tile
+  int64_t heads_at_once;                      // most kv heads of a task
   int64_t chunk_keys;                         // keys of a split
   int64_t chunks;                             // splits; 1 = none
   bool prefetch;                              // rows of K, V, Q and out are asked for ahead of need

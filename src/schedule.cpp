@@ -6,6 +6,7 @@
 //   many of such tasks, two or more, or else four while a worker has four tasks. One to four heads of 256 to 2048 tokens,
 //   on two threads 1.07 to 1.25 times as fast as with four, on AMX, and 1.02 to 1.16 on AVX-512 in 16 bits; whole blocks
 //   on one thread 1.04 to 1.2. A panel is the grain: cut further it would not fill the registers of the micro-kernel.
+// A decode step's tasks take several kv heads where the plan allows it and each worker gets eight of them.
 // Order: heads one after another, so that K and V stay in cache, and in each head the longest task first. So the work
 //   ends with the short tasks of the last head, and where these are too few to level the load, of the last several.
 // One worker has no load to level: blocks stay whole, heads follow each other. On two the rows of workloads.txt are as
@@ -18,7 +19,7 @@
 namespace manyhead {
 namespace {
 
-constexpr int64_t panels_per_worker = 8;
+constexpr int64_t panels_per_worker = 8, heads_per_worker = 8;
 // Tasks of so many panels where a worker has so many of them.
 struct grain {
   int64_t panels, tasks_per_worker;
@@ -39,8 +40,13 @@ int64_t pieces_of(int64_t rows, int64_t piece_rows) { return std::max<int64_t>(b
 
 }  // namespace
 
-schedule::schedule(const plan& plan, int64_t workers)
-    : plan_(plan), workers_(std::max<int64_t>(workers, 1)), heads_(plan.p.batch * plan.p.kv_heads) {
+schedule::schedule(const plan& plan, int64_t workers) : plan_(plan), workers_(std::max<int64_t>(workers, 1)) {
+  const int64_t kv_heads = plan.p.kv_heads;
+  const int64_t fair_heads = plan.p.batch * kv_heads * plan.chunks / (heads_per_worker * workers_);
+  const int64_t at_once = workers_ == 1 ? plan.heads_at_once : std::clamp<int64_t>(fair_heads, 1, plan.heads_at_once);
+  together_ = blocks(kv_heads, blocks(kv_heads, at_once));
+  entry_heads_ = blocks(kv_heads, together_);
+  heads_ = plan.p.batch * entry_heads_;
   const int64_t rows = plan.p.group() * plan.p.q_len, panel = plan.panel_rows;
   const int64_t all_panels = heads_ * blocks(rows, panel) * plan.chunks;
   const int64_t block_panels = blocks(plan.block_q, panel);
@@ -91,12 +97,16 @@ void schedule::put_rows(int64_t position, kernel_task& t) const {
   t.row_end = block_begin + border(piece + 1);
 }
 
+void schedule::put_heads(int64_t head, kernel_task& t) const {
+  t.batch = head / entry_heads_;
+  t.kv_head_begin = head % entry_heads_ * together_;
+  t.kv_head_end = std::min(t.kv_head_begin + together_, plan_.p.kv_heads);
+}
+
 kernel_task schedule::at(int64_t index) const {
   const place at = place_of(index);
   kernel_task t{};
-  t.batch = at.head / plan_.p.kv_heads;
-  t.kv_head_begin = at.head % plan_.p.kv_heads;
-  t.kv_head_end = t.kv_head_begin + 1;
+  put_heads(at.head, t);
   put_rows(at.position, t);
   return t;
 }
@@ -122,7 +132,11 @@ double schedule::cost_of(int64_t position) const {
 std::vector<double> schedule::costs() const {
   std::vector<double> of_head, all;
   for (int64_t i = 0; i < head_tasks_; ++i) of_head.push_back(cost_of(i));
-  for (int64_t i = 0; i < tasks(); ++i) all.push_back(of_head[static_cast<size_t>(place_of(i).position)]);
+  for (int64_t i = 0; i < tasks(); ++i) {
+    const kernel_task t = at(i);
+    all.push_back(of_head[static_cast<size_t>(place_of(i).position)] *
+                  static_cast<double>(t.kv_head_end - t.kv_head_begin));
+  }
   return all;
 }
 
@@ -133,8 +147,8 @@ double schedule::balance() const {
     const int64_t step = head_tasks_ / most_played + 1;  // of very many tasks one stands for its neighbours
     for (int64_t i = 0; i < head_tasks_; i += step) {
       const double cost = cost_of(i);
-      longest = std::max(longest, cost);
-      sum += cost * static_cast<double>(heads_ * std::min(step, head_tasks_ - i));
+      longest = std::max(longest, cost * static_cast<double>(together_));
+      sum += cost * static_cast<double>(plan_.p.batch * plan_.p.kv_heads * std::min(step, head_tasks_ - i));
     }
     return 1 + longest * static_cast<double>(workers_ - 1) / sum;
   }

@@ -26,15 +26,18 @@ class schedule {
 
  private:
   struct place {
-    int64_t head, position;  // of a batch entry and kv head; of the task among the head's own, longest first
+    int64_t head, position;  // of a batch entry and kv heads; of the task among their own, longest first
   };
   place place_of(int64_t index) const;
   void put_rows(int64_t position, kernel_task& t) const;
-  double cost_of(int64_t position) const;
+  void put_heads(int64_t head, kernel_task& t) const;
+  double cost_of(int64_t position) const;  // for one kv head
 
   const plan& plan_;
   int64_t workers_;
-  int64_t heads_;            // batch entries x kv heads
+  int64_t together_;         // kv heads of a task, but for the last of a batch entry
+  int64_t entry_heads_;      // of a batch entry, so many together counting as one
+  int64_t heads_;            // of all batch entries
   int64_t piece_rows_;       // rows of a task, but for the last of a block
   int64_t block_pieces_;     // tasks of a whole row block and chunk
   int64_t last_pieces_;      // of the last row block and chunk

@@ -325,8 +325,9 @@ TEST_CASE("skipped tiles and attended pairs are counted right") {
 TEST_CASE("a schedule cuts row blocks at the borders of their panels, and covers each row once") {
   for (const kernel_table* table : tables()) {
     const int64_t lanes = table->lanes;
-    for (const int64_t q : {1, 9, 47, 48, 49, 64, 65, 100, 129, 192, 193, 207, 256, 577, 1024}) {
-      for (const char* options : {" kv300 d64", " kv300 d64 causal align=tl", " kv4000 d64 causal align=br"}) {
+    for (const int64_t q : {1, 2, 9, 47, 48, 49, 64, 65, 100, 129, 192, 193, 207, 256, 577, 1024}) {
+      for (const char* options :
+           {" kv20 d64", " kv300 d64", " kv300 d64 causal align=tl", " kv4000 d64 causal align=br"}) {
         const problem p = problem_of("f32 b2 h6/3 q" + std::to_string(q) + options);
         const plan plan = make_plan(p, *table, l2);
         const int64_t rows = p.group() * q, panel = plan.panel_rows;
@@ -346,18 +347,41 @@ TEST_CASE("a schedule cuts row blocks at the borders of their panels, and covers
           std::vector<int> done(static_cast<size_t>(2 * 3 * plan.chunks * rows));
           for (int64_t i = 0; i < order.tasks(); ++i) {
             const kernel_task t = order.at(i);
-            REQUIRE((t.batch >= 0 && t.batch < 2 && t.kv_head_begin >= 0 && t.kv_head_end == t.kv_head_begin + 1 &&
-                     t.kv_head_end <= 3 && t.chunk >= 0 && t.chunk < plan.chunks));
+            const int64_t heads = t.kv_head_end - t.kv_head_begin;
+            REQUIRE((t.batch >= 0 && t.batch < 2 && t.kv_head_begin >= 0 && heads >= 1 && t.kv_head_end <= 3 &&
+                     heads <= plan.heads_at_once && t.chunk >= 0 && t.chunk < plan.chunks));
             REQUIRE((t.row_begin < t.row_end && t.row_end <= rows && t.row_end - t.row_begin <= plan.block_q));
             CHECK(borders[static_cast<size_t>(t.row_begin)]);
-            for (int64_t row = t.row_begin; row < t.row_end; ++row)
-              ++done[static_cast<size_t>(((t.batch * 3 + t.kv_head_begin) * plan.chunks + t.chunk) * rows + row)];
+            for (int64_t head = t.kv_head_begin; head < t.kv_head_end; ++head) {
+              for (int64_t row = t.row_begin; row < t.row_end; ++row)
+                ++done[static_cast<size_t>(((t.batch * 3 + head) * plan.chunks + t.chunk) * rows + row)];
+            }
           }
           CHECK(std::all_of(done.begin(), done.end(), [](int n) { return n == 1; }));
         }
       }
     }
   }
+}
+
+TEST_CASE("heads of few rows and keys share tasks, as long as each worker gets eight") {
+  const auto heads_at_once = [](const char* line) { return plan_of(line).heads_at_once; };
+  // Tiles of K and V in an eighth of L2 where all of them are in L2, else whole heads that fit into L1; 32 rows.
+  CHECK(heads_at_once("f32 b1 h12 q1 kv8 d64") == 12);
+  CHECK(heads_at_once("f32 b1 h32 q4 kv8 d64") == 8);
+  CHECK(heads_at_once("f32 b1 h32/8 q2 kv8 d64") == 4);
+  CHECK(heads_at_once("f32 b1 h12 q1 kv128 d64") == l2 / 8 / (64 * 128 * 4));
+  CHECK(heads_at_once("bf16 b1 h12 q1 kv128 d64") == l2 / 8 / (64 * 128 * 2));
+  CHECK(heads_at_once("f32 b64 h32 q1 kv16 d64") == 4);
+  CHECK(heads_at_once("f32 b64 h32 q1 kv65 d16") == 1);
+  CHECK(heads_at_once("f32 b1 h12 q64 kv64 d64") == 1);
+  const plan plan = plan_of("f32 b8 h24 q1 kv8 d64");
+  REQUIRE(plan.heads_at_once == 24);
+  const auto tasks = [&](int64_t workers) { return schedule(plan, workers).tasks(); };
+  CHECK(tasks(1) == 8);
+  CHECK(tasks(2) == 8 * 2);  // of 12 heads each
+  CHECK(tasks(4) == 8 * 4);
+  CHECK(tasks(24) == 8 * 24);
 }
 
 TEST_CASE("on few threads heads come one after another, the longest task of each first") {

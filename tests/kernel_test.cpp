@@ -71,8 +71,12 @@ mh_exec serial() {
   return exec;
 }
 
-void run(test_case& c, const kernel_table& table, int64_t l2_bytes = large_l2, bool asks_own_rows = false) {
-  manyhead::run(make_plan(c.p, table, l2_bytes, asks_own_rows), check_tensors(c.p, c.t), serial());
+void run(test_case& c, const plan& plan) { manyhead::run(plan, check_tensors(c.p, c.t), serial()); }
+void run(test_case& c, const kernel_table& table) { run(c, make_plan(c.p, table, large_l2)); }
+
+plan one_head_a_task(plan plan) {
+  plan.heads_at_once = 1;
+  return plan;
 }
 
 // --- how far results may be off --------------------------------------------------------------------------------------
@@ -292,12 +296,16 @@ void check_line(const problem_line& line) {
     const std::vector<double> first = bits();
     const std::string damage = c.damage();
     CHECK_MESSAGE(damage.empty(), where << damage);
+    std::vector<plan> others;
     const plan small = make_plan(c.p, *table, small_l2);
-    if (small.block_q == large.block_q && small.prefetch == large.prefetch) continue;
-    for (const bool asks_own_rows : {false, true}) {
-      if (asks_own_rows && small.kernel != route_decode) continue;
+    if (small.block_q != large.block_q || small.prefetch != large.prefetch) {
+      others.push_back(small);
+      if (small.kernel == route_decode) others.push_back(make_plan(c.p, *table, small_l2, true));
+    }
+    if (large.heads_at_once > 1) others.push_back(one_head_a_task(large));
+    for (const plan& other : others) {
       c.clear_outputs();
-      run(c, *table, small_l2, asks_own_rows);
+      run(c, other);
       CHECK_MESSAGE(same(first, bits()), where << "other task sizes, or what is asked for, give other bits");
       const std::string more_damage = c.damage();
       CHECK_MESSAGE(more_damage.empty(), where << more_damage);
@@ -357,6 +365,55 @@ TEST_CASE("problems") {
 }
 
 // --- properties ------------------------------------------------------------------------------------------------------
+
+TEST_CASE("heads that share a task have the bits that they have alone") {
+  for (const kernel_table* table : chosen.tables) {
+    for (const char* dtype : dtype_names) {
+      for (const char* shape : {" b2 h7 q2 kv40 d24", " b2 h14/7 q1 kv150 d24", " b2 h7 q1 kv40 d8"}) {
+        test_case c(parse_problem(dtype + std::string(shape) + " mask lse"));
+        const plan together = make_plan(c.p, *table, large_l2);
+        REQUIRE((together.kernel == route_decode && together.heads_at_once >= 4));
+        // Of one head a value is infinite, which only care keeps from its other dims; of the next they are so small that
+        // the weights of careful rows would make them denormal; of one no row sees a key, and it has no numbers; the
+        // next sees none of one tile.
+        const double tiny = c.p.dtype == MH_DTYPE_F64 ? 1e-304 : c.p.dtype == MH_DTYPE_F16 ? 1e-6 : 1e-35;
+        for (tensor* x : {&c.k, &c.v}) {  // of keys that no row sees
+          x->each([&](const index4& i) { x->set(i, std::isfinite(x->get(i)) ? x->get(i) : 0.5); });
+        }
+        c.v.each([&](const index4& i) {
+          if (i[1] == 1 && i[2] == 3 && i[3] == 1) c.v.set(i, HUGE_VAL);
+          if (i[1] == 2) c.v.set(i, tiny * c.v.get(i));
+          if (i[1] == 3) c.v.set(i, std::nan(""));
+        });
+        c.mask.each([&](const index4& i) {
+          const int64_t head = i[1] / c.p.group();
+          if (head == 3 || (head == 4 && i[3] / together.block_kv == 1)) c.mask.set(i, 0);
+        });
+        const auto values = [&](const plan& plan) {
+          c.clear_outputs();
+          run(c, plan);
+          std::vector<double> all = c.out.values();
+          for (const double value : c.lse.values()) all.push_back(value);
+          for (double& value : all) value = std::isnan(value) ? NAN : value;
+          return all;
+        };
+        const std::vector<double> all = values(together), alone = values(one_head_a_task(together));
+        CHECK(std::memcmp(all.data(), alone.data(), all.size() * sizeof(double)) == 0);
+        size_t at = 0, finite = 0, zeros = 0;
+        c.out.each([&](const index4& i) {
+          const double value = all[at++];
+          const int64_t head = i[1] / c.p.group();
+          if (head == 3) zeros += value == 0;
+          if (head == 1) finite += std::isfinite(value);
+          if (head != 1) CHECK(std::isfinite(value));
+        });
+        const auto head_size = static_cast<size_t>(c.p.batch * c.p.group() * c.p.q_len * c.p.v_dim);
+        CHECK(zeros == head_size);
+        CHECK((finite > 0 && finite < head_size));
+      }
+    }
+  }
+}
 
 // `storage`: what each part or result lost when it was stored; parts are averages of numbers around 1.
 void check_near(const tensor& a, const tensor& b, double storage) {

@@ -35,22 +35,22 @@ struct decode_task {
   const kernel_call& c;
   const kernel_task& task;
   positions at;
-  int64_t kv_head;
-  int64_t rows;
+  int64_t kv_head, heads;    // those worked on together, each with its own keys
+  int64_t rows;              // of a head; those of the next head follow
   int64_t k_dim, v_dim;      // padded to whole vectors
   int64_t k_back, v_back;    // by so much the last vector of a row begins earlier; of copies of V it does not
   int64_t k_pairs, v_pairs;  // what of a row goes in pairs of vectors: all but the last vector or two
   int64_t width;             // keys of a score row, padded
-  T* q;                      // [rows][k_dim]
-  T* out;                    // [rows][v_dim]
-  T* scores;                 // [rows][width]
+  T* q;                      // [heads * rows][k_dim]
+  T* out;                    // [heads * rows][v_dim]
+  T* scores;                 // [heads * rows][width]
   bits<T>* words;            // [width / word_keys + 1][whole vectors of rows]
   T* k_copy;
   T* v_copy;
-  T* row_sums;  // [rows][w], to be added up
+  T* row_sums;  // [heads * rows][w], to be added up
   T row_max[most_decode_rows];
-  bool started;                   // out holds something
-  alignas(64) bits<T> k_kept[w];  // of the last vector of K: all bits of a lane, or none
+  bool started[most_decode_rows];  // of a head: out holds something
+  alignas(64) bits<T> k_kept[w];   // of the last vector of K: all bits of a lane, or none
 
   MH_INLINE void carve(carver& from, int64_t row_count) {
     k_dim = round_up(c.head_dim, w);
@@ -118,16 +118,20 @@ struct decode_task {
   MH_INLINE void start() {
     at = positions_of(c, task.batch);
     kv_head = task.kv_head_begin;
+    heads = task.kv_head_end - kv_head;
     rows = task.row_end - task.row_begin;
     carver from{static_cast<char*>(task.scratch)};
-    carve(from, rows);
+    carve(from, heads * rows);
     for (int64_t l = 0; l < w && k_back > 0; ++l) k_kept[l] = l < k_back ? bits<T>(0) : ~bits<T>(0);
-    const int64_t dims = k_dim;
-    row_of of(c, task.row_begin);
-    for (int64_t r = 0; r < rows; ++r, of.step(c)) {
-      const auto* p = static_cast<const typename D::storage*>(c.q) + task.batch * c.q_strides[0] +
-                      (kv_head * c.group + of.member) * c.q_strides[1] + of.query * c.q_strides[2];
-      arrange(p, c.q_strides[3], static_cast<T>(c.q_scale), q + r * dims);
+    T* to = q;
+    const int64_t dims = k_dim, count = rows, head_end = task.kv_head_end;
+    for (int64_t head = task.kv_head_begin; head < head_end; ++head) {
+      row_of of(c, task.row_begin);
+      for (int64_t r = 0; r < count; ++r, of.step(c), to += dims) {
+        const auto* p = static_cast<const typename D::storage*>(c.q) + task.batch * c.q_strides[0] +
+                        (head * c.group + of.member) * c.q_strides[1] + of.query * c.q_strides[2];
+        arrange(p, c.q_strides[3], static_cast<T>(c.q_scale), to);
+      }
     }
   }
 
@@ -138,9 +142,9 @@ struct decode_task {
     int64_t stride;
     MH_INLINE rows_at from(int64_t row, int64_t dim = 0) const { return {base + row * stride + dim, stride}; }
   };
-  MH_INLINE rows_at<D> in_place(const void* base, const int64_t* strides, const kernel_task& of, int64_t begin) const {
-    return {static_cast<const typename D::storage*>(base) + of.batch * strides[0] + of.kv_head_begin * strides[1] +
-                begin * strides[2],
+  MH_INLINE rows_at<D> in_place(const void* base, const int64_t* strides, int64_t batch, int64_t head,
+                                int64_t begin) const {
+    return {static_cast<const typename D::storage*>(base) + batch * strides[0] + head * strides[1] + begin * strides[2],
             strides[2]};
   }
   // The key that a task begins with.
@@ -264,23 +268,23 @@ struct decode_task {
     for (int n = 0; n < R; ++n) memcpy(s + (r + n) * width, sums + n * K, K * sizeof(T));
   }
 
-  // Rows r .. rows against `keys` keys, R rows at a time as long as there are so many, then fewer.
+  // Rows r .. end against `keys` keys, R rows at a time as long as there are so many, then fewer.
   template <int R, asks For, class E>
-  MH_INLINE void score_all(int64_t r, rows_at<E> k, int64_t keys, soon next) {
-    const int64_t row_end = r + (rows - r) / R * R;
+  MH_INLINE void score_all(int64_t r, int64_t end, rows_at<E> k, int64_t keys, soon next) {
+    const int64_t row_end = r + (end - r) / R * R;
     if (r < row_end) {
       for (int64_t i = 0; i < keys; i += dots / R) {
         for (int64_t n = r; n < row_end; n += R) score_rows<R, For>(n, k.from(i), keys - i, scores + i, next.from(i));
       }
     }
     if constexpr (R > 1) {
-      if (row_end < rows) score_all<R / 2, For>(row_end, k, keys, next);
+      if (row_end < end) score_all<R / 2, For>(row_end, end, k, keys, next);
     }
   }
 
   template <asks For, class E>
-  __attribute__((noinline)) void score(rows_at<E> k, int64_t keys, soon next) {
-    score_all<most_rows, For>(0, k, keys, next);
+  __attribute__((noinline)) void score(int64_t h, rows_at<E> k, int64_t keys, soon next) {
+    score_all<most_rows, For>(h * rows, (h + 1) * rows, k, keys, next);
   }
 
   // O[row .. row + R)[dims of N vectors] += P V for one tile. N: pairs, or 0 for a single vector.
@@ -347,22 +351,24 @@ struct decode_task {
   }
 
   template <bool Careful, int R, asks For, class E>
-  MH_INLINE void add_all_rows(int64_t r, int64_t first, rows_at<E> v, int64_t keys, bool begun, soon next) {
-    const int64_t row_end = r + (rows - r) / R * R;
+  MH_INLINE void add_all_rows(int64_t r, int64_t end, int64_t first, rows_at<E> v, int64_t keys, bool begun,
+                              soon next) {
+    const int64_t row_end = r + (end - r) / R * R;
     for (int64_t n = r; n < row_end; n += R) add_rows<Careful, R, For>(n, first, v, keys, begun, next);
     if constexpr (R > 1) {
-      if (row_end < rows) add_all_rows<Careful, R / 2, For>(row_end, first, v, keys, begun, next);
+      if (row_end < end) add_all_rows<Careful, R / 2, For>(row_end, end, first, v, keys, begun, next);
     }
   }
 
   // With more rows than one pass takes, a few keys at a time, so that their rows of V stay in L1 for the next pass.
   template <bool Careful, asks For, class E>
-  __attribute__((noinline)) void add_all(rows_at<E> v, int64_t keys, soon next) {
+  __attribute__((noinline)) void add_all(int64_t h, rows_at<E> v, int64_t keys, soon next) {
     const int64_t step = rows > most_rows ? keys_at_once : keys;
-    for (int64_t first = 0; first < keys; first += step)
-      add_all_rows<Careful, most_rows, For>(0, first, v.from(first), min_of(step, keys - first), started || first > 0,
-                                            next.from(first));
-    started = true;
+    for (int64_t first = 0; first < keys; first += step) {
+      add_all_rows<Careful, most_rows, For>(h * rows, (h + 1) * rows, first, v.from(first), min_of(step, keys - first),
+                                            started[h] || first > 0, next.from(first));
+    }
+    started[h] = true;
   }
 
   // Slots from `keys` on, of the vector at `last`, are no keys. They may hold anything, NaN too.
@@ -370,7 +376,7 @@ struct decode_task {
     alignas(64) T slot[w];
     for (int64_t l = 0; l < w; ++l) slot[l] = static_cast<T>(last + l - keys);
     const auto is_key = vec<T>::load_aligned(slot) < vec<T>(T(0));
-    for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t r = 0; r < heads * rows; ++r) {
       T* const s = scores + r * width + last;
       xsimd::select(is_key, vec<T>::load_aligned(s), vec<T>(-infinity<T>)).store_aligned(s);
     }
@@ -430,7 +436,7 @@ struct decode_task {
 
   template <bool Careful, int R>
   MH_INLINE void weigh_all(int64_t r, int64_t padded_keys, T careful_factor) {
-    for (; r + R <= rows; r += R) weigh_rows<Careful, R>(r, padded_keys, careful_factor);
+    for (; r + R <= heads * rows; r += R) weigh_rows<Careful, R>(r, padded_keys, careful_factor);
     if constexpr (R > 1) weigh_all<Careful, R / 2>(r, padded_keys, careful_factor);
   }
 
@@ -442,12 +448,89 @@ struct decode_task {
     return task.clock;
   }
 
+  // A tile of keys, of whichever head.
+  struct key_tile {
+    int64_t begin, end;
+    bool all_visible;  // as far as positions go, and there are no masks
+    MH_INLINE int64_t keys() const { return end - begin; }
+  };
+
+  // The scores of head h for a tile, as the softmax takes them. False: no row of it sees any of the keys.
+  template <bool Careful>
+  MH_INLINE bool score_head(int64_t h, const key_tile& tile, phase_clock* clock) {
+    const int64_t head = kv_head + h, keys = tile.keys(), padded = round_up(keys, w);
+    T* const s = scores + h * rows * width;
+    bool restricted = false;
+    if (!tile.all_visible) {
+      const visibility see =
+          see_tile<T>(c, at, task.batch, head, task.row_begin, rows, round_up(rows, w), tile.begin, tile.end, words);
+      lap(clock, phase_mask);
+      if (see == visibility::none) {
+        for (int64_t r = 0; r < rows; ++r) {
+          for (int64_t k = 0; k < padded; k += w) vec<T>(-infinity<T>).store_aligned(s + r * width + k);
+        }
+        return false;
+      }
+      restricted = see == visibility::some;
+    }
+    const rows_at<D> k = in_place(c.k, c.k_strides, task.batch, head, tile.begin);
+    if (c.copy_kv) {
+      score<asks::nothing>(h, copied_k(k, keys), keys, soon{});
+    } else if (asks_own()) {
+      score<own_rows>(h, k, keys, as_soon(further_on(k, k_dim)));
+    } else if (c.prefetch) {
+      score<asks::other>(h, k, keys, as_soon(in_place(c.v, c.v_strides, task.batch, head, tile.begin)));
+    } else {
+      score<asks::nothing>(h, k, keys, soon{});
+    }
+    lap(clock, phase_scores);
+    if (has_score_passes(c)) change_scores_of(head, tile, s, padded);
+    if (restricted) visibility_pass_rows<T>(words, round_up(rows, w), rows, padded, width, s);
+    if (restricted || has_score_passes(c)) lap(clock, phase_mask);
+    return true;
+  }
+
+  __attribute__((noinline)) void change_scores_of(int64_t head, const key_tile& tile, T* s, int64_t padded) {
+    if (c.softcap > 0) {
+      for (int64_t r = 0; r < rows; ++r) softcap_pass<T>(c, s + r * width, padded);
+    }
+    const tile_at t{task.batch, head, task.row_begin, rows, tile.begin, tile.end};
+    if (c.alibi_slopes != nullptr) alibi_pass_rows<T>(c, at, t, width, s);
+    if (c.bias != nullptr) bias_pass_rows<T>(c, t, width, s);
+  }
+
+  // The rows of K that head h reads after a tile: of the next tile, or of the head in its place of the next task.
+  MH_INLINE rows_at<D> following_k(int64_t h, const key_tile& tile, int64_t end) const {
+    if (tile.end < end) return in_place(c.k, c.k_strides, task.batch, kv_head + h, tile.end);
+    const kernel_task& next = *task.next;
+    return in_place(c.k, c.k_strides, next.batch, min_of(next.kv_head_begin + h, next.kv_head_end - 1),
+                    first_key(positions_of(c, next.batch), next));
+  }
+
+  // O of head h += P V for a tile, with more of them to come up to `end`.
+  template <bool Careful>
+  MH_INLINE void add_head(int64_t h, const key_tile& tile, int64_t end) {
+    const rows_at<D> v = in_place(c.v, c.v_strides, task.batch, kv_head + h, tile.begin);
+    const int64_t keys = tile.keys();
+    if (c.copy_kv) {
+      add_all<Careful, asks::nothing>(h, copied_v(v, keys), keys, soon{});
+    } else if (!Careful && asks_own()) {
+      add_all<Careful, Careful ? asks::nothing : own_rows>(h, v, keys, as_soon(further_on(v, v_dim)));
+    } else if (!Careful && c.prefetch && (tile.end < end || task.next != nullptr)) {
+      add_all<Careful, Careful ? asks::nothing : asks::other>(h, v, keys, as_soon(following_k(h, tile, end)));
+    } else {
+      add_all<Careful, asks::nothing>(h, v, keys, soon{});
+    }
+  }
+
+  // Head after head in each step of a tile, so that one need not wait for what the step before made of the last.
   template <bool Careful>
   __attribute__((noinline)) void attend_all() {
     const T careful_factor = Careful ? static_cast<T>(::exp2(-careful_shift(c.kv_len))) : T(1);
-    started = false;
-    memset(row_sums, 0, static_cast<size_t>(rows * w) * sizeof(T));
-    for (int64_t r = 0; r < rows; ++r) row_max[r] = lowest<T>;
+    const int64_t all_rows = heads * rows;
+    memset(row_sums, 0, static_cast<size_t>(all_rows * w) * sizeof(T));
+    for (int64_t r = 0; r < all_rows; ++r) row_max[r] = lowest<T>;
+    for (int64_t h = 0; h < heads; ++h) started[h] = false;
     const key_range first = range_of(c, at, task.row_begin / c.group);
     const key_range last = range_of(c, at, (task.row_end - 1) / c.group);
     const int64_t begin = first_key(at, task);
@@ -457,68 +540,40 @@ struct decode_task {
     phase_clock* clock = nullptr;
     for (int64_t b = begin / c.block_kv * c.block_kv; b < end; b += c.block_kv) {
       clock = clock_of(tile++, (end - b + c.block_kv - 1) / c.block_kv);
-      const tile_at t{task.batch, kv_head, task.row_begin, rows, max_of(b, begin), min_of(b + c.block_kv, end)};
-      const int64_t keys = t.keys();
-      if (keys <= 0) continue;  // a window that begins behind the last key
-      const int64_t padded = round_up(keys, w);
-      bool restricted = false;
-      if (c.mask != nullptr || c.key_mask != nullptr || t.begin < last.begin || t.end > first.end) {
-        const visibility see =
-            see_tile<T>(c, at, t.batch, kv_head, t.row, rows, round_up(rows, w), t.begin, t.end, words);
-        lap(clock, phase_mask);
-        if (see == visibility::none) continue;
-        restricted = see == visibility::some;
+      key_tile t{max_of(b, begin), min_of(b + c.block_kv, end), false};
+      if (t.keys() <= 0) continue;  // a window that begins behind the last key
+      t.all_visible = c.mask == nullptr && c.key_mask == nullptr && t.begin >= last.begin && t.end <= first.end;
+      bool seen[most_decode_rows], any = false;
+      for (int64_t h = 0; h < heads; ++h) {
+        seen[h] = score_head<Careful>(h, t, clock);
+        any = any || seen[h];
       }
-      const rows_at<D> k = in_place(c.k, c.k_strides, task, t.begin);
-      const rows_at<D> v = in_place(c.v, c.v_strides, task, t.begin);
-      if (c.copy_kv) {
-        score<asks::nothing>(copied_k(k, keys), keys, soon{});
-      } else if (asks_own()) {
-        score<own_rows>(k, keys, as_soon(further_on(k, k_dim)));
-      } else if (c.prefetch) {
-        score<asks::other>(k, keys, as_soon(v));
-      } else {
-        score<asks::nothing>(k, keys, soon{});
-      }
-      lap(clock, phase_scores);
-      if (c.softcap > 0) {
-        for (int64_t r = 0; r < rows; ++r) softcap_pass<T>(c, scores + r * width, padded);
-      }
-      if (c.alibi_slopes != nullptr) alibi_pass_rows<T>(c, at, t, width, scores);
-      if (c.bias != nullptr) bias_pass_rows<T>(c, t, width, scores);
-      if (restricted) visibility_pass_rows<T>(words, round_up(rows, w), rows, padded, width, scores);
-      if (restricted || has_score_passes(c)) lap(clock, phase_mask);
-      if (keys < padded) close_slots(keys, padded - w);
+      if (!any) continue;
+      const int64_t padded = round_up(t.keys(), w);
+      if (t.keys() < padded) close_slots(t.keys(), padded - w);
       weigh_all<Careful, min_of(most_rows, exp2_vectors)>(0, padded, careful_factor);
       lap(clock, phase_softmax);
-      if (c.copy_kv) {
-        add_all<Careful, asks::nothing>(copied_v(v, keys), keys, soon{});
-      } else if (!Careful && asks_own()) {
-        add_all<Careful, Careful ? asks::nothing : own_rows>(v, keys, as_soon(further_on(v, v_dim)));
-      } else if (!Careful && c.prefetch && (t.end < end || task.next != nullptr)) {
-        const rows_at<D> following = t.end < end ? k.from(keys)
-                                                 : in_place(c.k, c.k_strides, *task.next,
-                                                            first_key(positions_of(c, task.next->batch), *task.next));
-        add_all<Careful, Careful ? asks::nothing : asks::other>(v, keys, as_soon(following));
-      } else {
-        add_all<Careful, asks::nothing>(v, keys, soon{});
+      for (int64_t h = 0; h < heads; ++h) {
+        if (seen[h]) add_head<Careful>(h, t, end);
       }
       lap(clock, phase_values);
     }
-    if (!started) memset(out, 0, static_cast<size_t>(rows * v_dim) * sizeof(T));
+    for (int64_t h = 0; h < heads; ++h) {
+      if (!started[h]) memset(out + h * rows * v_dim, 0, static_cast<size_t>(rows * v_dim) * sizeof(T));
+    }
     if (task.clock != nullptr) resume_clock(*task.clock, 1);
   }
 
-  // Divides and stores. False: something is not finite.
-  bool finish(bool careful) {
+  // Divides and stores the rows of head h. False: something is not finite.
+  bool finish(int64_t h, bool careful) {
     finite_check<T> finite;
     const double undo = careful ? ::exp2(careful_shift(c.kv_len)) : 1.0;
     // Stores of vectors may change members, for all that a compiler knows.
     const int64_t dims = v_dim, back = v_back, pairs = D::pairs_apart && !c.copy_kv ? v_pairs : 0;
     const bool partial = c.chunks > 1, in_vectors = back == dims - c.v_dim && (partial || c.out_strides[3] == 1);
     row_of of(c, task.row_begin);
-    for (int64_t r = 0; r < rows; ++r, of.step(c)) {
-      const int64_t head = kv_head * c.group + of.member;
+    for (int64_t r = h * rows; r < (h + 1) * rows; ++r, of.step(c)) {
+      const int64_t head = (kv_head + h) * c.group + of.member;
       const T sum = xsimd::reduce_add(load(row_sums + r * w));
       T factor = sum == T(0) ? T(0) : static_cast<T>(undo) / sum;
       if (ends_count(c)) {
@@ -561,12 +616,25 @@ struct decode_task {
     start();
     lap(task.clock, phase_pack);
     attend_all<false>();
-    const bool finite = finish(false);
+    bool finite[most_decode_rows], all_finite = true;
+    for (int64_t h = 0; h < heads; ++h) {
+      finite[h] = finish(h, false);
+      all_finite = all_finite && finite[h];
+    }
     lap(task.clock, phase_store);
-    if (finite) return;
-    attend_all<true>();  // see tile_task::run
-    finish(true);
-    lap(task.clock, phase_store);
+    if (all_finite) return;
+    // See tile_task::run. Alone: what its neighbours get must not depend on it.
+    T* const all_q = q;
+    const int64_t count = heads;
+    heads = 1;
+    for (int64_t h = 0; h < count; ++h) {
+      if (finite[h]) continue;
+      kv_head = task.kv_head_begin + h;
+      q = all_q + h * rows * k_dim;
+      attend_all<true>();
+      finish(0, true);
+      lap(task.clock, phase_store);
+    }
   }
 };
 

@@ -103,13 +103,14 @@ struct phase_clock {
 // One unit of work; tasks of one call write disjoint memory.
 struct kernel_task {
   int64_t batch;
-  int64_t kv_head_begin, kv_head_end;  // one kv head; all of them where the second pass averages over heads
+  // One kv head; of the decode route several, and all of them where the second pass averages over heads.
+  int64_t kv_head_begin, kv_head_end;
   int64_t row_begin, row_end;
   int64_t chunk;      // index of the KV chunk
   int64_t row_block;  // index of [row_begin, row_end) among the blocks
   void* scratch;      // scratch_bytes(call), 64-byte aligned
-  // NULL, or what this thread does next: its first rows may be asked for. Of it only batch, kv_head_begin, row_begin
-  // and chunk are set.
+  // NULL, or what this thread does next: its first rows may be asked for. Of it only batch, kv heads, rows and chunk are
+  // set.
   const kernel_task* next;
   phase_clock* clock;  // NULL: not profiled
 };
@@ -179,7 +180,8 @@ using read_fn = uint64_t (*)(const void*, int64_t bytes);
 
 enum route : int32_t { route_tile, route_decode, route_matrix, route_count };
 
-inline constexpr int64_t most_decode_rows = 32;  // group * q_len, for which tasks of the decode route have room
+// For so many rows tasks of the decode route have room: group * q_len of a kv head, times kv heads.
+inline constexpr int64_t most_decode_rows = 32;
 
 struct dtype_kernels {
   task_fn attention[route_count];  // route_matrix: NULL where there is no matrix unit for the type
