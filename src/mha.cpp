@@ -419,7 +419,7 @@ class layer final : public mha {
     const double projected = 2.0 * static_cast<double>(sizes_.embed_dim) * wide * static_cast<double>(c.batch) *
                              static_cast<double>(c.q_len + c.kv_len);
     const watched_call watched(
-        usable_threads(exec), attention.expected_us() + expected_us(projected, 0), [&](char* text, size_t size) {
+        usable_threads(exec), attention.expected_us + expected_us(projected, 0), [&](char* text, size_t size) {
           std::snprintf(text, size, "layer %s b%lld q%lld kv%lld embed_dim %lld heads %lld", dtype_name(sizes_.dtype),
                         static_cast<long long>(c.batch), static_cast<long long>(c.q_len),
                         static_cast<long long>(c.kv_len), static_cast<long long>(sizes_.embed_dim),

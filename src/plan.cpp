@@ -174,8 +174,6 @@ double share_skipped(const problem& p, int64_t panel_rows, int64_t block_kv) {
   return 1.0 - used / (static_cast<double>(tiles) * static_cast<double>(panels));
 }
 
-}  // namespace
-
 kernel_call make_call(const plan& plan) {
   const problem& p = plan.p;
   kernel_call c{};
@@ -234,6 +232,11 @@ kernel_call make_call(const plan& plan) {
   c.row_blocks = plan.second_row_blocks;
   return c;
 }
+
+// Waking a second thread costs 3 to 100 microseconds.
+constexpr double short_us = 30;
+
+}  // namespace
 
 plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, bool asks_own_rows) {
   plan plan{};
@@ -298,10 +301,12 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, bo
   plan.bytes = static_cast<double>(dtype_bytes(p.dtype)) * static_cast<double>(p.head_dim + p.v_dim) * heads *
                    static_cast<double>(p.q_len) +
                kv_bytes;
+  plan.expected_us = expected_us(plan.flops, plan.bytes);
+  plan.is_short = plan.expected_us < short_us;
   plan.tiles_skipped = share_skipped(p, std::min(plan.block_q, plan.panel_rows), plan.block_kv);
 
-  const kernel_call c = make_call(plan);
-  plan.scratch_bytes = table.dtype[p.dtype].scratch_bytes[plan.kernel](&c, plan.block_q * plan.heads_at_once);
+  plan.call = make_call(plan);
+  plan.scratch_bytes = table.dtype[p.dtype].scratch_bytes[plan.kernel](&plan.call, plan.block_q * plan.heads_at_once);
   constexpr int64_t state_bytes = 2 * sizeof(double);
   const int64_t all_rows = p.batch * p.heads * p.q_len;
   plan.partial_out_bytes = plan.chunks > 1 ? round_up(plan.chunks * all_rows * p.v_dim * real, 64) : 0;
@@ -317,9 +322,6 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, bo
 const char* const route_names[route_count] = {"tile", "decode", "matrix"};
 
 double expected_us(double flops, double bytes) { return flops / 40e3 + bytes / 10e3; }
-double plan::expected_us() const { return manyhead::expected_us(flops, bytes); }
-// Waking a second thread costs 3 to 100 microseconds.
-bool plan::is_short() const { return expected_us() < 30; }
 
 namespace {
 

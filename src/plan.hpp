@@ -37,11 +37,12 @@ struct plan {
   int64_t row_state_bytes;                         // what the second pass needs of the first
   int64_t column_bytes;                            // column sums of each row block
 
-  double expected_us() const;
-  bool is_short() const;  // sooner done by one thread than a second one is awake
+  double expected_us;  // how long one thread takes at most
+  bool is_short;       // sooner done by one thread than a second one is awake
+  kernel_call call;    // what kernels are told of it; pointers are NULL
 };
 
-// How long one thread takes at most, at rates that any core of the last ten years reaches: 40 GFLOP/s, 10 GB/s.
+// How long one thread takes, at rates that any core of the last ten years reaches: 40 GFLOP/s, 10 GB/s.
 double expected_us(double flops, double bytes);
 
 extern const char* const route_names[route_count];
@@ -51,9 +52,6 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, bo
 
 // The keys [begin, end) that query i may attend, as far as the problem says without its tensors.
 std::pair<int64_t, int64_t> key_range(const problem& p, int64_t i);
-
-// What kernels are told about the plan's problem; pointers are NULL.
-kernel_call make_call(const plan& plan);
 
 // "f32 b1 h8 q128 kv128 d64: tile@avx512, block_q 144, ..." or the same as JSON; with the balance of its first pass on
 // so many threads (schedule.hpp).

@@ -322,7 +322,7 @@ bool watched_call::choose(int64_t threads, double expected_us, const watched_cal
 
 void watched_call::start(const plan& plan, int64_t threads, const watched_call* within) noexcept {
   const bool is_faster = plan.kernel == route_matrix && plan.p.dtype != MH_DTYPE_F32;  // of f32 it does six for one
-  if (!choose(threads, plan.expected_us() / (is_faster ? faster_matrix : 1.0), within)) return;
+  if (!choose(threads, plan.expected_us / (is_faster ? faster_matrix : 1.0), within)) return;
   plan_ = &plan;
   begin(within);
 }

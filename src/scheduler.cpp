@@ -95,6 +95,15 @@ struct shared_items {
 };
 
 template <class Item>
+void do_range(const Item& item, int64_t begin, int64_t end, int64_t worker, watched_worker& watched) {
+  for (int64_t i = begin; i < end; ++i) {
+    watched.begin_task();
+    item(turn{worker, i, i + 1 < end ? i + 1 : -1, &watched});
+    watched.end_task();
+  }
+}
+
+template <class Item>
 void do_items(shared_items<Item>& s, int64_t worker) {
   watched_worker watched(s.watched, worker);
   for (;;) {
@@ -103,12 +112,7 @@ void do_items(shared_items<Item>& s, int64_t worker) {
       end = begin + std::max<int64_t>(s.step, (s.items - begin) / s.divisor);
     } while (begin < s.items && !s.next.compare_exchange_weak(begin, end));
     if (begin >= s.items) return;
-    end = std::min(end, s.items);
-    for (int64_t i = begin; i < end; ++i) {
-      watched.begin_task();
-      (*s.item)(turn{worker, i, i + 1 < end ? i + 1 : -1, &watched});
-      watched.end_task();
-    }
+    do_range(*s.item, begin, std::min(end, s.items), worker, watched);
   }
 }
 
@@ -120,6 +124,12 @@ void for_each(int64_t items, int64_t threads, const mh_exec& exec, const watched
   if (items <= 0) return;
   using shared = shared_items<Item>;
   const int64_t workers = std::min(items, threads);
+  if (workers == 1) {  // nothing is shared
+    const default_fp_state fp;
+    const watched_stage stage{watched, what, items, 1};
+    watched_worker alone(stage, 0);
+    return do_range(item, 0, items, 0, alone);
+  }
   shared state{&item, items, step, in_runs ? 2 * threads : items, {watched, what, items, workers}, {}};
   // What `next` orders: everything before this store happens before every item, every item before the load at the end.
   // The pool orders both as well, but neither every host's nor, to ThreadSanitizer, oneTBB's can be seen to.
@@ -141,7 +151,7 @@ void for_each(int64_t items, int64_t threads, const mh_exec& exec, const watched
 // one, neighbouring arrays go to different cores: 256 tasks of 1 us took 219 us on two threads, 8 at a time take 179.
 constexpr double taken_us = 20;
 int64_t step_of(const plan& plan, int64_t tasks, int64_t threads) {
-  const double most = taken_us * static_cast<double>(tasks) / std::max(plan.expected_us(), 1.0);
+  const double most = taken_us * static_cast<double>(tasks) / std::max(plan.expected_us, 1.0);
   return std::clamp<int64_t>(tasks / (16 * threads), 1,
                              std::max<int64_t>(1, static_cast<int64_t>(std::min(most, 1e6))));
 }
@@ -211,7 +221,7 @@ void add_columns(const kernel_call& c, const problem& p, Real* sums, int64_t hea
 }  // namespace
 
 int32_t thread_count(const plan& plan, int32_t threads) {
-  if (plan.is_short()) return 1;
+  if (plan.is_short) return 1;
   const int64_t most = std::max<int64_t>({most_tasks(plan), second_pass_tasks(plan), 1});
   return static_cast<int32_t>(std::min<int64_t>(wanted_threads(threads), most));
 }
@@ -225,11 +235,10 @@ void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec, const
   const default_fp_state fp;
   const problem& p = plan.p;
   const dtype_kernels& kernels = plan.table->dtype[p.dtype];
-  kernel_call c = make_call(plan);
+  kernel_call c = plan.call;
   set_tensors(c, tensors);
 
-  const int64_t threads =
-      plan.is_short() ? 1 : std::min<int64_t>(thread_count(plan, exec.threads), usable_threads(exec));
+  const int64_t threads = plan.is_short ? 1 : std::min<int64_t>(thread_count(plan, exec.threads), usable_threads(exec));
   workspace memory(workspace_bytes(plan, exec.threads), exec);
   const watched_call watched(plan, threads, within);
   c.partial_out = plan.partial_out_bytes > 0 ? memory.take(plan.partial_out_bytes) : nullptr;
