@@ -47,8 +47,9 @@ double expected_us(double flops, double bytes);
 
 extern const char* const route_names[route_count];
 
-// asks_own_rows: machine.hpp.
-plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, bool asks_own_rows = false);
+// asks_own_rows: machine.hpp. l3_bytes: 0 = unknown.
+plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, bool asks_own_rows = false,
+               int64_t l3_bytes = 0);
 
 // The keys [begin, end) that query i may attend, as far as the problem says without its tensors.
 std::pair<int64_t, int64_t> key_range(const problem& p, int64_t i);

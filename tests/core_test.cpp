@@ -283,6 +283,17 @@ TEST_CASE(
   CHECK(asks_own("f32 b2 h4/1 q1 kv2048 d128", true));
   CHECK(!asks_own("f32 b2 h4/1 q1 kv2048 d128", false));
   CHECK(!asks_own("f32 b2 h4/2 q1 kv2048 d128 bshd", true));  // rows of other heads lie between
+  // What lies in half of the L3 of such CPUs is not asked for, by steps in f32 and f64.
+  const auto asks = [](const char* line, bool asks_own_rows, int64_t l3) {
+    return make_plan(problem_of(line), current_isa(), l2, asks_own_rows, l3).prefetch;
+  };
+  const int64_t l3 = 32 * l2;
+  CHECK(asks("f32 b1 h8 q2 kv2047 d128", false, l3));
+  CHECK(asks("f32 b1 h8 q2 kv2047 d128", true, 0));
+  CHECK(!asks("f32 b1 h8 q2 kv2047 d128", true, l3));
+  CHECK(asks("f32 b1 h8 q2 kv2048 d128", true, l3));
+  CHECK(asks("bf16 b1 h8 q2 kv2047 d128", true, l3));
+  CHECK(asks("f32 b1 h8 q64 kv400 d128", true, l3));
 }
 
 TEST_CASE("skipped tiles and attended pairs are counted right") {
