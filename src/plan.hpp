@@ -27,7 +27,7 @@ struct plan {
   bool copy_kv;                               // tiles of K and V are copied (converted, made contiguous) before use
   bool second_pass;                           // weights, mean weights, scores or column sums are written after out
   int64_t second_block_q, second_row_blocks;  // its tasks' rows: whole queries where heads are averaged
-  int64_t tasks;                              // of the first pass, on few threads (schedule.hpp)
+  int64_t tasks;                              // of the first pass, on few threads, of one kv head (schedule.hpp)
   double flops;  // of the attended pairs, 2 (head_dim + v_dim) each; lengths in memory are not known yet: as if full
   double bytes;  // of q, k, v, out, each read or written once
   double tiles_skipped;                            // share of (panel of rows, key tile) pairs that positions rule out
