@@ -80,8 +80,7 @@ const manyhead::kernel_table& isa_of_new_plans() {
 manyhead::plan make_plan(const mh_problem* problem) {
   if (problem == nullptr) invalid("problem is NULL");
   const manyhead::problem checked = manyhead::validate(*problem);
-  const manyhead::machine& m = manyhead::this_machine();
-  return manyhead::make_plan(checked, isa_of_new_plans(), m.l2_bytes, m.asks_own_rows, m.l3_bytes);
+  return manyhead::make_plan(checked, isa_of_new_plans(), manyhead::this_machine());
 }
 
 // The plan of a single call: that of this thread's last one, where nothing has changed that plans depend on. Planning takes

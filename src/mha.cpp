@@ -413,8 +413,7 @@ class layer final : public mha {
     check_tensors(p, t);
     check_overlaps(a, p, t);
     if (c.batch == 0 || c.q_len == 0) return;
-    const machine& here = this_machine();
-    const plan attention = make_plan(p, table_, here.l2_bytes, here.asks_own_rows, here.l3_bytes);
+    const plan attention = make_plan(p, table_, this_machine());
 
     const double wide = static_cast<double>(sizes_.heads) * static_cast<double>(sizes_.head_dim + sizes_.v_dim);
     const double projected = 2.0 * static_cast<double>(sizes_.embed_dim) * wide * static_cast<double>(c.batch) *

@@ -28,6 +28,7 @@
 
 #include "check.hpp"
 #include "json.hpp"
+#include "machine.hpp"
 #include "problem_line.hpp"
 #include "schedule.hpp"
 
@@ -89,16 +90,17 @@ double pair_bytes(const problem& p, const int64_t* strides, int64_t size) {
 }
 
 // How many kv heads a task of the decode route takes. What a step makes of a few rows is little and waits for the step
-// before, so the steps of several heads follow each other: on Zen 5, K and V in L2, heads of 64, 1.5 times as fast with 8
-// keys, 1.25 with 16 to 32, 1.0 to 1.1 with 64 to 128. Their tiles of K and V stay in an eighth of L2. From further away
-// whole heads are read 0.7 to 1.0 times as fast where others come between: only those of one tile that fit into L1.
-int64_t heads_of_task(const problem& p, int64_t block_kv, bool in_l2, int64_t l2_bytes) {
+// before, so the steps of several heads follow each other: on Zen 5, K and V in L2, heads of 64, 1.2 to 1.5 times as fast
+// with 8 keys, 1.05 to 1.45 with 16 and 32, 1.0 to 1.2 with 64 and 128. Their tiles of K and V stay in an eighth of L2.
+// From further away whole heads are read 0.7 to 1.0 times as fast where others come between: only those of one tile that
+// fit into L1.
+int64_t heads_of_task(const plan& plan, bool in_l2, int64_t l2_bytes) {
   constexpr int64_t l1_bytes = 32 << 10;
-  const int64_t rows = std::max<int64_t>(p.group() * p.q_len, 1);
-  const int64_t tile_bytes = std::min(p.kv_len, block_kv) * (p.head_dim + p.v_dim) * dtype_bytes(p.dtype);
-  const int64_t room = in_l2 ? l2_bytes / 8 : p.kv_len <= block_kv ? l1_bytes : 0;
-  const int64_t most = std::min(most_decode_rows / rows, room / std::max<int64_t>(tile_bytes, 1));
-  return std::clamp<int64_t>(most, 1, std::max<int64_t>(p.kv_heads, 1));
+  const problem& p = plan.p;
+  const int64_t tile_bytes = std::min(p.kv_len, plan.block_kv) * (p.head_dim + p.v_dim) * dtype_bytes(p.dtype);
+  const int64_t room = in_l2 ? l2_bytes / 8 : p.kv_len <= plan.block_kv ? l1_bytes : 0;
+  const int64_t most = std::min(most_decode_rows / plan.block_q, room / std::max<int64_t>(tile_bytes, 1));
+  return std::clamp<int64_t>(most, 1, p.kv_heads);
 }
 
 // Rows of V this many bytes apart, or a multiple of it, fall into so few sets of a usual L1 cache (64 sets of 64 bytes)
@@ -235,9 +237,6 @@ kernel_call make_call(const plan& plan) {
   return c;
 }
 
-// Waking a second thread costs 3 to 100 microseconds.
-constexpr double short_us = 30;
-
 }  // namespace
 
 plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, bool asks_own_rows, int64_t l3_bytes) {
@@ -269,16 +268,16 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, bo
   double read = kv_bytes;
   if (p.has_input(MH_INPUT_MASK)) read += pair_bytes(p, p.mask_strides, 1);
   if (p.has_input(MH_INPUT_BIAS)) read += pair_bytes(p, p.bias_strides, dtype_bytes(p.bias_dtype));
-  plan.prefetch = read > static_cast<double>(l2_bytes) * (arithmetic ? 1 : 4);
-  const bool from_l3 = asks_own_rows && read < static_cast<double>(l3_bytes) / 2;
-  if (from_l3 && plan.kernel == route_decode && dtype_bytes(p.dtype) >= real) plan.prefetch = false;
+  const bool brings_itself = asks_own_rows && plan.kernel == route_decode && dtype_bytes(p.dtype) >= real &&
+                             read < static_cast<double>(l3_bytes) / 2;
+  plan.prefetch = !brings_itself && read > static_cast<double>(l2_bytes) * (arithmetic ? 1 : 4);
   plan.asks_own = asks_own_rows && p.k_strides[2] == p.head_dim && p.v_strides[2] == p.v_dim;
   const bool matrix = plan.kernel == route_matrix;
   plan.panel_rows = matrix ? matrix_rows : table.panel_rows[f64];
   plan.heads_at_once = 1;
   if (plan.kernel == route_decode) {
     plan.block_q = std::max<int64_t>(rows, 1);
-    plan.heads_at_once = heads_of_task(p, plan.block_kv, read <= static_cast<double>(l2_bytes), l2_bytes);
+    plan.heads_at_once = heads_of_task(plan, read <= static_cast<double>(l2_bytes), l2_bytes);
   } else {
     // As many panels as share a tile of K and V while it is in cache, in blocks of even size; Q, O and a tile of K and V
     // of a task within half of L2.
@@ -306,7 +305,6 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, bo
                    static_cast<double>(p.q_len) +
                kv_bytes;
   plan.expected_us = expected_us(plan.flops, plan.bytes);
-  plan.is_short = plan.expected_us < short_us;
   plan.tiles_skipped = share_skipped(p, std::min(plan.block_q, plan.panel_rows), plan.block_kv);
 
   plan.call = make_call(plan);
@@ -321,6 +319,10 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, bo
                           : 0;
   plan.shared_bytes = plan.partial_out_bytes + plan.partial_state_bytes + plan.row_state_bytes + plan.column_bytes;
   return plan;
+}
+
+plan make_plan(const problem& p, const kernel_table& table, const machine& m) {
+  return make_plan(p, table, m.l2_bytes, m.asks_own_rows, m.l3_bytes);
 }
 
 const char* const route_names[route_count] = {"tile", "decode", "matrix"};

@@ -11,6 +11,8 @@
 
 namespace manyhead {
 
+struct machine;
+
 struct plan {
   problem p;
   const kernel_table* table;
@@ -27,9 +29,9 @@ struct plan {
   bool copy_kv;                               // tiles of K and V are copied (converted, made contiguous) before use
   bool second_pass;                           // weights, mean weights, scores or column sums are written after out
   int64_t second_block_q, second_row_blocks;  // its tasks' rows: whole queries where heads are averaged
-  int64_t tasks;                              // of the first pass, on few threads, of one kv head (schedule.hpp)
-  double flops;  // of the attended pairs, 2 (head_dim + v_dim) each; lengths in memory are not known yet: as if full
-  double bytes;  // of q, k, v, out, each read or written once
+  int64_t tasks;  // of the first pass, of a row block, kv head and chunk each (schedule.hpp)
+  double flops;   // of the attended pairs, 2 (head_dim + v_dim) each; lengths in memory are not known yet: as if full
+  double bytes;   // of q, k, v, out, each read or written once
   double tiles_skipped;                            // share of (panel of rows, key tile) pairs that positions rule out
   int64_t scratch_bytes;                           // of one thread
   int64_t shared_bytes;                            // of all threads together, the sum of:
@@ -38,8 +40,10 @@ struct plan {
   int64_t column_bytes;                            // column sums of each row block
 
   double expected_us;  // how long one thread takes at most
-  bool is_short;       // sooner done by one thread than a second one is awake
   kernel_call call;    // what kernels are told of it; pointers are NULL
+
+  // Sooner done by one thread than a second one is awake, which costs 3 to 100 microseconds.
+  bool is_short() const { return expected_us < 30; }
 };
 
 // How long one thread takes, at rates that any core of the last ten years reaches: 40 GFLOP/s, 10 GB/s.
@@ -50,6 +54,7 @@ extern const char* const route_names[route_count];
 // asks_own_rows: machine.hpp. l3_bytes: 0 = unknown.
 plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, bool asks_own_rows = false,
                int64_t l3_bytes = 0);
+plan make_plan(const problem& p, const kernel_table& table, const machine& m);
 
 // The keys [begin, end) that query i may attend, as far as the problem says without its tensors.
 std::pair<int64_t, int64_t> key_range(const problem& p, int64_t i);

@@ -133,9 +133,10 @@ std::vector<double> schedule::costs() const {
   std::vector<double> of_head, all;
   for (int64_t i = 0; i < head_tasks_; ++i) of_head.push_back(cost_of(i));
   for (int64_t i = 0; i < tasks(); ++i) {
-    const kernel_task t = at(i);
-    all.push_back(of_head[static_cast<size_t>(place_of(i).position)] *
-                  static_cast<double>(t.kv_head_end - t.kv_head_begin));
+    const place at = place_of(i);
+    kernel_task t{};
+    put_heads(at.head, t);
+    all.push_back(of_head[static_cast<size_t>(at.position)] * static_cast<double>(t.kv_head_end - t.kv_head_begin));
   }
   return all;
 }

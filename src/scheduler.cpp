@@ -90,7 +90,7 @@ template <class Item>
 struct shared_items {
   const Item* item;
   int64_t items, step, divisor;
-  watched_stage watched;
+  const watched_stage& watched;
   std::atomic<int64_t> next;
 };
 
@@ -124,13 +124,13 @@ void for_each(int64_t items, int64_t threads, const mh_exec& exec, const watched
   if (items <= 0) return;
   using shared = shared_items<Item>;
   const int64_t workers = std::min(items, threads);
+  const watched_stage stage(watched, what, items, workers);
   if (workers == 1) {  // nothing is shared
     const default_fp_state fp;
-    const watched_stage stage{watched, what, items, 1};
     watched_worker alone(stage, 0);
     return do_range(item, 0, items, 0, alone);
   }
-  shared state{&item, items, step, in_runs ? 2 * threads : items, {watched, what, items, workers}, {}};
+  shared state{&item, items, step, in_runs ? 2 * threads : items, stage, {}};
   // What `next` orders: everything before this store happens before every item, every item before the load at the end.
   // The pool orders both as well, but neither every host's nor, to ThreadSanitizer, oneTBB's can be seen to.
   state.next.store(0, std::memory_order_release);
@@ -221,7 +221,7 @@ void add_columns(const kernel_call& c, const problem& p, Real* sums, int64_t hea
 }  // namespace
 
 int32_t thread_count(const plan& plan, int32_t threads) {
-  if (plan.is_short) return 1;
+  if (plan.is_short()) return 1;
   const int64_t most = std::max<int64_t>({most_tasks(plan), second_pass_tasks(plan), 1});
   return static_cast<int32_t>(std::min<int64_t>(wanted_threads(threads), most));
 }
@@ -238,7 +238,8 @@ void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec, const
   kernel_call c = plan.call;
   set_tensors(c, tensors);
 
-  const int64_t threads = plan.is_short ? 1 : std::min<int64_t>(thread_count(plan, exec.threads), usable_threads(exec));
+  const int64_t threads =
+      plan.is_short() ? 1 : std::min<int64_t>(thread_count(plan, exec.threads), usable_threads(exec));
   workspace memory(workspace_bytes(plan, exec.threads), exec);
   const watched_call watched(plan, threads, within);
   c.partial_out = plan.partial_out_bytes > 0 ? memory.take(plan.partial_out_bytes) : nullptr;

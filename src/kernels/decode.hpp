@@ -124,7 +124,7 @@ struct decode_task {
     carve(from, heads * rows);
     for (int64_t l = 0; l < w && k_back > 0; ++l) k_kept[l] = l < k_back ? bits<T>(0) : ~bits<T>(0);
     T* to = q;
-    const int64_t dims = k_dim, count = rows, head_end = task.kv_head_end;
+    const int64_t dims = k_dim, count = rows, head_end = task.kv_head_end;  // in registers through the stores
     for (int64_t head = task.kv_head_begin; head < head_end; ++head) {
       row_of of(c, task.row_begin);
       for (int64_t r = 0; r < count; ++r, of.step(c), to += dims) {
@@ -456,7 +456,6 @@ struct decode_task {
   };
 
   // The scores of head h for a tile, as the softmax takes them. False: no row of it sees any of the keys.
-  template <bool Careful>
   MH_INLINE bool score_head(int64_t h, const key_tile& tile, phase_clock* clock) {
     const int64_t head = kv_head + h, keys = tile.keys(), padded = round_up(keys, w);
     T* const s = scores + h * rows * width;
@@ -545,7 +544,7 @@ struct decode_task {
       t.all_visible = c.mask == nullptr && c.key_mask == nullptr && t.begin >= last.begin && t.end <= first.end;
       bool seen[most_decode_rows], any = false;
       for (int64_t h = 0; h < heads; ++h) {
-        seen[h] = score_head<Careful>(h, t, clock);
+        seen[h] = score_head(h, t, clock);
         any = any || seen[h];
       }
       if (!any) continue;
