@@ -28,9 +28,10 @@ struct decode_task {
   // key (else), a pair or one of the other: of 32 registers 16 + 8 + 2 for 4 rows, of 16 8 + 4 + 1.
   static constexpr bool many_registers = max_panel_vectors == 3;
   static constexpr int dots = many_registers ? 16 : 8;
-  // Values: R rows x pairs of vectors of accumulators, the pairs, 1 weight: 16 + 4 + 1, or 8 + 2 + 1.
+  // Values: R rows x pairs of vectors of accumulators, R weights, a pair: of 32 registers 16 + 4 + 2, of 16 8 + 4 + 2. One
+  // row: as many as hide the latency of a sum.
   template <int R>
-  static constexpr int pairs_of = R == 4 && !many_registers ? 1 : 2;
+  static constexpr int pairs_of = min_of(4, (many_registers ? 8 : 4) / R);
 
   const kernel_call& c;
   const kernel_task& task;
@@ -186,10 +187,10 @@ struct decode_task {
   }
 
   static constexpr asks own_rows = may_ask_own ? asks::own : asks::other;
-  MH_INLINE bool asks_own() const { return may_ask_own && c.prefetch && c.asks_own; }
-  // 16 rows and 4 KB: half and twice as much are slower.
+  MH_INLINE bool asks_own() const { return may_ask_own && c.prefetch && c.asks_own && rows <= most_rows; }
+  // 16 rows and 8 KB: half and twice as much are slower.
   static MH_INLINE rows_at<D> further_on(rows_at<D> rows, int64_t dim) {
-    return rows.from(max_of(16, 4096 / (dim * static_cast<int64_t>(sizeof(T)))));
+    return rows.from(max_of(16, 8192 / (dim * static_cast<int64_t>(sizeof(T)))));
   }
 
   // R rows from row r against the next of `keys` keys, dots / R of them; keys behind the last are the last again.
@@ -301,22 +302,27 @@ struct decode_task {
     for (int64_t k = 0; k < keys; ++k) {
 #pragma GCC unroll 8
       for (int64_t b = 0; For != asks::nothing && b < bytes; b += 64) ask<For, E>(next.base + k * next.stride + b);
-      vec<T> x[V];
-      if constexpr (N == 0) x[0] = E::widen(v.from(k).base);
+      T weight[R];
 #pragma GCC unroll 8
-      for (int n = 0; n < N; ++n) E::widen_pair(v.from(k).base + n * 2 * w, x[2 * n], x[2 * n + 1]);
-      if constexpr (R > 1) {
+      for (int r = 0; r < R; ++r) weight[r] = p[r * width + k];
+      const auto add = [&](int n, vec<T> x) MH_INLINE_LAMBDA {
+        if constexpr (R > 1) x = held<T>(x);
 #pragma GCC unroll 8
-        for (int n = 0; n < V; ++n) x[n] = held<T>(x[n]);
-      }
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        const T weight = p[r * width + k];
-        if constexpr (Careful) {
-          if (__builtin_signbit(weight)) continue;  // a slot that may not be attended: no 0 * NaN
+        for (int r = 0; r < R; ++r) {
+          if constexpr (Careful) {
+            if (__builtin_signbit(weight[r])) continue;  // a slot that may not be attended: no 0 * NaN
+          }
+          acc[r][n] = xsimd::fma(vec<T>(weight[r]), x, acc[r][n]);
         }
+      };
+      const typename E::storage* const row = v.from(k).base;
+      if constexpr (N == 0) add(0, E::widen(row));
 #pragma GCC unroll 8
-        for (int n = 0; n < V; ++n) acc[r][n] = xsimd::fma(vec<T>(weight), x[n], acc[r][n]);
+      for (int n = 0; n < N; ++n) {
+        vec<T> a, b;
+        E::widen_pair(row + n * 2 * w, a, b);
+        add(2 * n, a);
+        add(2 * n + 1, b);
       }
     }
 #pragma GCC unroll 8
@@ -340,6 +346,10 @@ struct decode_task {
     int64_t d = 0;
     for (; d + step <= v_pairs; d += step)
       add_values<Careful, R, N, For>(v.from(0, d), keys, p, to + d, begun, next.from(0, d * size));
+    if constexpr (N > 2) {
+      for (; d + 4 * w <= v_pairs; d += 4 * w)
+        add_values<Careful, R, 2, For>(v.from(0, d), keys, p, to + d, begun, next.from(0, d * size));
+    }
     if constexpr (N > 1) {
       for (; d + 2 * w <= v_pairs; d += 2 * w)
         add_values<Careful, R, 1, For>(v.from(0, d), keys, p, to + d, begun, next.from(0, d * size));
@@ -353,6 +363,11 @@ struct decode_task {
   template <bool Careful, int R, asks For, class E>
   MH_INLINE void add_all_rows(int64_t r, int64_t end, int64_t first, rows_at<E> v, int64_t keys, bool begun,
                               soon next) {
+    if constexpr (For == asks::own && R == most_rows) {
+      // Where half the rows take whole rows of V: it then comes from memory in one piece, not in two.
+      if (v_pairs / (2 * w * pairs_of<R / 2>) == 1)
+        return add_all_rows<Careful, R / 2, For>(r, end, first, v, keys, begun, next);
+    }
     const int64_t row_end = r + (end - r) / R * R;
     for (int64_t n = r; n < row_end; n += R) add_rows<Careful, R, For>(n, first, v, keys, begun, next);
     if constexpr (R > 1) {
