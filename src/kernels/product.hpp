@@ -213,6 +213,7 @@ MH_INLINE void product_tile(A a, B b, int64_t depth, C c, T* column_max, line_wa
             acc[m][v] = xsimd::fma(am, bk[v], acc[m][v]);
           }
         }
+        if constexpr (NV == 1) still_needed<T>(am);
       }
     }
   };

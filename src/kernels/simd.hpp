@@ -377,6 +377,15 @@ MH_INLINE vec<T> held(vec<T> x) {
   return x;
 }
 
+// x may be wanted yet. Where a multiply-add is the last to take both x and a sum, clang writes the result over x and moves
+// all sums of the loop back to their registers each turn; 8 and 8 more are too many of 16: one went through memory.
+template <class T>
+MH_INLINE void still_needed([[maybe_unused]] vec<T> x) {
+#if !XSIMD_WITH_EMULATED && defined(__x86_64__) && defined(__clang__)
+  asm volatile("" ::"v"(x.data));
+#endif
+}
+
 // a / b where b is from 1 to 2^100 and a is not larger. Dividing 16 floats takes 16 cycles; a reciprocal of 14 bits with a
 // Newton step takes 4, and its error, 2^-28, is lost in the rounding of the product.
 template <class T>
