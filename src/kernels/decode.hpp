@@ -37,18 +37,19 @@ struct decode_task {
   const kernel_task& task;
   positions at;
   int64_t kv_head, heads;    // those worked on together, each with its own keys
-  int64_t rows;              // of a head; those of the next head follow
+  int64_t rows;              // of a head
+  int64_t padded_rows;       // of a head in scratch, those behind `rows` are zeros; those of the next head follow
   int64_t k_dim, v_dim;      // padded to whole vectors
   int64_t k_back, v_back;    // by so much the last vector of a row begins earlier; of copies of V it does not
   int64_t k_pairs, v_pairs;  // what of a row goes in pairs of vectors: all but the last vector or two
   int64_t width;             // keys of a score row, padded
-  T* q;                      // [heads * rows][k_dim]
-  T* out;                    // [heads * rows][v_dim]
-  T* scores;                 // [heads * rows][width]
+  T* q;                      // [heads * padded_rows][k_dim]
+  T* out;                    // [heads * padded_rows][v_dim]
+  T* scores;                 // [heads * padded_rows][width]
   bits<T>* words;            // [width / word_keys + 1][whole vectors of rows]
   T* k_copy;
   T* v_copy;
-  T* row_sums;  // [heads * rows][w], to be added up
+  T* row_sums;  // [heads * padded_rows][w], to be added up
   T row_max[most_decode_rows];
   bool started[most_decode_rows];  // of a head: out holds something
   alignas(64) bits<T> k_kept[w];   // of the last vector of K: all bits of a lane, or none
@@ -77,7 +78,7 @@ struct decode_task {
     const kernel_task none{};
     decode_task sizes(c, none);
     carver from{nullptr};
-    sizes.carve(from, row_count);
+    sizes.carve(from, round_up(row_count, most_rows));
     return from.used;
   }
 
@@ -121,11 +122,13 @@ struct decode_task {
     kv_head = task.kv_head_begin;
     heads = task.kv_head_end - kv_head;
     rows = task.row_end - task.row_begin;
+    padded_rows = rows + (adds_row() ? 1 : 0);
     carver from{static_cast<char*>(task.scratch)};
-    carve(from, heads * rows);
+    carve(from, heads * padded_rows);
     for (int64_t l = 0; l < w && k_back > 0; ++l) k_kept[l] = l < k_back ? bits<T>(0) : ~bits<T>(0);
     T* to = q;
-    const int64_t dims = k_dim, count = rows, head_end = task.kv_head_end;  // in registers through the stores
+    // In registers through the stores.
+    const int64_t dims = k_dim, count = rows, padded = padded_rows, head_end = task.kv_head_end;
     for (int64_t head = task.kv_head_begin; head < head_end; ++head) {
       row_of of(c, task.row_begin);
       for (int64_t r = 0; r < count; ++r, of.step(c), to += dims) {
@@ -133,6 +136,7 @@ struct decode_task {
                         (head * c.group + of.member) * c.q_strides[1] + of.query * c.q_strides[2];
         arrange(p, c.q_strides[3], static_cast<T>(c.q_scale), to);
       }
+      for (int64_t r = count; r < padded; ++r, to += dims) memset(to, 0, static_cast<size_t>(dims) * sizeof(T));
     }
   }
 
@@ -189,6 +193,10 @@ struct decode_task {
   static constexpr asks own_rows = may_ask_own ? asks::own : asks::other;
   // More rows take those of K and V in several passes, and 5 to 12 were 1.06 to 1.5 times as slow.
   MH_INLINE bool asks_own() const { return may_ask_own && c.prefetch && c.asks_own && rows <= most_rows; }
+  // Three rows take two passes over K and V, four take one: faster from memory, by the only CPU measured that asks_own.
+  MH_INLINE bool adds_row() const {
+    return may_ask_own && c.prefetch && c.asks_own && heads == 1 && rows % most_rows == most_rows - 1;
+  }
   // 16 rows and 8 KB: half and twice as much are slower.
   static MH_INLINE rows_at<D> further_on(rows_at<D> rows, int64_t dim) {
     return rows.from(max_of(16, 8192 / (dim * static_cast<int64_t>(sizeof(T)))));
@@ -286,7 +294,7 @@ struct decode_task {
 
   template <asks For, class E>
   __attribute__((noinline)) void score(int64_t h, rows_at<E> k, int64_t keys, soon next) {
-    score_all<most_rows, For>(h * rows, (h + 1) * rows, k, keys, next);
+    score_all<most_rows, For>(h * padded_rows, (h + 1) * padded_rows, k, keys, next);
   }
 
   // O[row .. row + R)[dims of N vectors] += P V for one tile. N: pairs, or 0 for a single vector.
@@ -381,8 +389,8 @@ struct decode_task {
   __attribute__((noinline)) void add_all(int64_t h, rows_at<E> v, int64_t keys, soon next) {
     const int64_t step = rows > most_rows ? keys_at_once : keys;
     for (int64_t first = 0; first < keys; first += step) {
-      add_all_rows<Careful, most_rows, For>(h * rows, (h + 1) * rows, first, v.from(first), min_of(step, keys - first),
-                                            started[h] || first > 0, next.from(first));
+      add_all_rows<Careful, most_rows, For>(h * padded_rows, (h + 1) * padded_rows, first, v.from(first),
+                                            min_of(step, keys - first), started[h] || first > 0, next.from(first));
     }
     started[h] = true;
   }
@@ -392,7 +400,7 @@ struct decode_task {
     alignas(64) T slot[w];
     for (int64_t l = 0; l < w; ++l) slot[l] = static_cast<T>(last + l - keys);
     const auto is_key = vec<T>::load_aligned(slot) < vec<T>(T(0));
-    for (int64_t r = 0; r < heads * rows; ++r) {
+    for (int64_t r = 0; r < heads * padded_rows; ++r) {
       T* const s = scores + r * width + last;
       xsimd::select(is_key, vec<T>::load_aligned(s), vec<T>(-infinity<T>)).store_aligned(s);
     }
@@ -452,7 +460,7 @@ struct decode_task {
 
   template <bool Careful, int R>
   MH_INLINE void weigh_all(int64_t r, int64_t padded_keys, T careful_factor) {
-    for (; r + R <= heads * rows; r += R) weigh_rows<Careful, R>(r, padded_keys, careful_factor);
+    for (; r + R <= heads * padded_rows; r += R) weigh_rows<Careful, R>(r, padded_keys, careful_factor);
     if constexpr (R > 1) weigh_all<Careful, R / 2>(r, padded_keys, careful_factor);
   }
 
@@ -474,14 +482,14 @@ struct decode_task {
   // The scores of head h for a tile, as the softmax takes them. False: no row of it sees any of the keys.
   MH_INLINE bool score_head(int64_t h, const key_tile& tile, phase_clock* clock) {
     const int64_t head = kv_head + h, keys = tile.keys(), padded = round_up(keys, w);
-    T* const s = scores + h * rows * width;
+    T* const s = scores + h * padded_rows * width;
     bool restricted = false;
     if (!tile.all_visible) {
       const visibility see =
           see_tile<T>(c, at, task.batch, head, task.row_begin, rows, round_up(rows, w), tile.begin, tile.end, words);
       lap(clock, phase_mask);
       if (see == visibility::none) {
-        for (int64_t r = 0; r < rows; ++r) {
+        for (int64_t r = 0; r < padded_rows; ++r) {
           for (int64_t k = 0; k < padded; k += w) vec<T>(-infinity<T>).store_aligned(s + r * width + k);
         }
         return false;
@@ -542,7 +550,7 @@ struct decode_task {
   template <bool Careful>
   __attribute__((noinline)) void attend_all() {
     const T careful_factor = Careful ? static_cast<T>(::exp2(-careful_shift(c.kv_len))) : T(1);
-    const int64_t all_rows = heads * rows;
+    const int64_t all_rows = heads * padded_rows;
     memset(row_sums, 0, static_cast<size_t>(all_rows * w) * sizeof(T));
     for (int64_t r = 0; r < all_rows; ++r) row_max[r] = lowest<T>;
     for (int64_t h = 0; h < heads; ++h) started[h] = false;
@@ -574,7 +582,7 @@ struct decode_task {
       lap(clock, phase_values);
     }
     for (int64_t h = 0; h < heads; ++h) {
-      if (!started[h]) memset(out + h * rows * v_dim, 0, static_cast<size_t>(rows * v_dim) * sizeof(T));
+      if (!started[h]) memset(out + h * padded_rows * v_dim, 0, static_cast<size_t>(rows * v_dim) * sizeof(T));
     }
     if (task.clock != nullptr) resume_clock(*task.clock, 1);
   }
@@ -587,7 +595,7 @@ struct decode_task {
     const int64_t dims = v_dim, back = v_back, pairs = D::pairs_apart && !c.copy_kv ? v_pairs : 0;
     const bool partial = c.chunks > 1, in_vectors = back == dims - c.v_dim && (partial || c.out_strides[3] == 1);
     row_of of(c, task.row_begin);
-    for (int64_t r = h * rows; r < (h + 1) * rows; ++r, of.step(c)) {
+    for (int64_t r = h * padded_rows; r < h * padded_rows + rows; ++r, of.step(c)) {
       const int64_t head = (kv_head + h) * c.group + of.member;
       const T sum = xsimd::reduce_add(load(row_sums + r * w));
       T factor = sum == T(0) ? T(0) : static_cast<T>(undo) / sum;
@@ -645,7 +653,7 @@ struct decode_task {
     for (int64_t h = 0; h < count; ++h) {
       if (finite[h]) continue;
       kv_head = task.kv_head_begin + h;
-      q = all_q + h * rows * k_dim;
+      q = all_q + h * padded_rows * k_dim;
       attend_all<true>();
       finish(0, true);
       lap(task.clock, phase_store);
