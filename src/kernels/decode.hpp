@@ -130,12 +130,9 @@ struct decode_task {
     // In registers through the stores.
     const int64_t dims = k_dim, count = rows, padded = padded_rows, head_end = task.kv_head_end;
     for (int64_t head = task.kv_head_begin; head < head_end; ++head) {
-      row_of of(c, task.row_begin);
-      for (int64_t r = 0; r < count; ++r, of.step(c), to += dims) {
-        const auto* p = static_cast<const typename D::storage*>(c.q) + task.batch * c.q_strides[0] +
-                        (head * c.group + of.member) * c.q_strides[1] + of.query * c.q_strides[2];
-        arrange(p, c.q_strides[3], static_cast<T>(c.q_scale), to);
-      }
+      row_walk<const typename D::storage> row = rows_of_q<D>(c, task.batch, head, task.row_begin);
+      for (int64_t r = 0; r < count; ++r, row.step(c), to += dims)
+        arrange(row.at, c.q_strides[3], static_cast<T>(c.q_scale), to);
       for (int64_t r = count; r < padded; ++r, to += dims) memset(to, 0, static_cast<size_t>(dims) * sizeof(T));
     }
   }
@@ -594,18 +591,18 @@ struct decode_task {
     // Stores of vectors may change members, for all that a compiler knows.
     const int64_t dims = v_dim, back = v_back, pairs = D::pairs_apart && !c.copy_kv ? v_pairs : 0;
     const bool partial = c.chunks > 1, in_vectors = back == dims - c.v_dim && (partial || c.out_strides[3] == 1);
-    row_of of(c, task.row_begin);
-    for (int64_t r = h * padded_rows; r < h * padded_rows + rows; ++r, of.step(c)) {
-      const int64_t head = (kv_head + h) * c.group + of.member;
+    row_walk<char> to = rows_of_results<D>(c, task, kv_head + h, task.row_begin);
+    for (int64_t r = h * padded_rows; r < h * padded_rows + rows; ++r, to.step(c)) {
+      const int64_t head = (kv_head + h) * c.group + to.of.member;
       const T sum = xsimd::reduce_add(load(row_sums + r * w));
       T factor = sum == T(0) ? T(0) : static_cast<T>(undo) / sum;
       if (ends_count(c)) {
         const row_end e = finish_row<T>(row_max[r], sum, c.exp_scale, sink_of<T>(c, head, task.chunk));
-        write_state<T>(c, task.batch, head, of.query, task.chunk, e);
+        write_state<T>(c, task.batch, head, to.of.query, task.chunk, e);
         if (c.sinks != nullptr) factor = static_cast<T>(e.factor * undo);
       }
       const T* const values = out + r * dims;
-      void* const place = place_of_row<D>(c, task.batch, head, of.query, task.chunk);
+      void* const place = to.at;
       const auto value = [&](int64_t d) MH_INLINE_LAMBDA {
         const vec<T> x = vec<T>::load_aligned(values + d) * vec<T>(factor);
         finite.see(x);

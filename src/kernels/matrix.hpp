@@ -230,7 +230,7 @@ struct matrix_task {
 
   template <bool Fast>
   MH_INLINE void weigh_rest(job& j) const {
-    constexpr int most = max_of(unit_keys, 4);
+    constexpr int most = rounds(Fast) ? 8 : max_of(unit_keys, 4);  // parts take registers
     weigher<Fast> panel(*this, j);
     while (!panel.is_done())
       panel.is_at_multiple_of(most) ? panel.template weigh<most>() : panel.template weigh<unit_keys>();
@@ -410,10 +410,10 @@ struct matrix_task {
 
   // The unit takes denormal numbers for 0, so results that are all tiny may owe that to it.
   bool is_normal(const panel<T>& x) const {
-    vec<T> top(T(0));
-    for (int64_t i = 0; i < c.v_dim * width && x.started; i += w)
-      top = larger<T>(top, xsimd::abs(vec<T>::load_aligned(x.out + i)));
-    return !x.started || xsimd::any(top > vec<T>(T(0x1p-100)));
+    for (int64_t i = 0; i < c.v_dim * width && x.started; i += w) {
+      if (xsimd::any(xsimd::abs(vec<T>::load_aligned(x.out + i)) > vec<T>(T(0x1p-100)))) return true;
+    }
+    return !x.started;
   }
 
   void run() {

@@ -110,21 +110,23 @@ struct matrix_operands {
   // Q^T of a panel: B of the scores. False: not for the unit.
   __attribute__((noinline)) bool pack_rows(const panel<T>& x) const {
     rows_seen seen;
-    const auto* q = static_cast<const storage*>(c.q) + task.batch * c.q_strides[0];
+    row_walk<const storage> r = rows_of_q<D>(c, task.batch, kv_head, x.row);
     auto* to = reinterpret_cast<uint32_t*>(x.q);
     for (int64_t l0 = 0; l0 < width; l0 += w) {
       const storage* from[w] = {};
       const int64_t count = max_of(0, min_of(w, x.count - l0));
-      row_of r(c, x.row + l0);
-      for (int64_t l = 0; l < count; ++l, r.step(c))
-        from[l] = q + (kv_head * c.group + r.member) * c.q_strides[1] + r.query * c.q_strides[2];
+      for (int64_t l = 0; l < count; ++l, r.step(c)) from[l] = r.at;
       if (c.group == 1 && count > 0) ask(from[0] + w * c.q_strides[2], c.q_strides, w, c.head_dim);
       for (int64_t d = 0; d < dim_steps * unit_step; d += piece) {
         raw lines[w];
-        for (int64_t l = 0; l < w; ++l) {
-          pairs_of_row(from[l], c.q_strides[3], d, c.head_dim, lines[l]);
-          take(seen, lines[l]);
+        if (count == w && c.q_strides[3] == 1 && d + piece <= c.head_dim) {
+#pragma GCC unroll 16
+          for (int64_t l = 0; l < w; ++l) load_pairs<D>(from[l] + d, lines[l]);
+        } else {
+          for (int64_t l = 0; l < w; ++l) pairs_of_row(from[l], c.q_strides[3], d, c.head_dim, lines[l]);
         }
+#pragma GCC unroll 16
+        for (int64_t l = 0; l < w; ++l) take(seen, lines[l]);
         if constexpr (parts == 1) {
           put_columns(to, l0, d, lines);
         } else {

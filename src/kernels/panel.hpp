@@ -89,6 +89,32 @@ MH_INLINE panel<T> carve_panel(carver& from, const kernel_call& c, bool with_out
   return p;
 }
 
+// Rows of a kv head where they lie, one after the other. X: elements, or bytes.
+template <class X>
+struct row_walk {
+  row_of of;
+  X* at;
+  int64_t to_member, to_query;  // the next one in the group; from the last of a group to the next query
+
+  // From row `row` on, with the first of all rows at `first`.
+  MH_INLINE row_walk(const kernel_call& c, int64_t row, X* first, int64_t member_stride, int64_t query_stride)
+      : of(c, row),
+        at(first + of.member * member_stride + of.query * query_stride),
+        to_member(member_stride),
+        to_query(query_stride - (c.group - 1) * member_stride) {}
+  MH_INLINE void step(const kernel_call& c) {
+    of.step(c);
+    at += of.member == 0 ? to_query : to_member;
+  }
+};
+
+template <class D>
+MH_INLINE row_walk<const typename D::storage> rows_of_q(const kernel_call& c, int64_t batch, int64_t kv_head,
+                                                        int64_t row) {
+  const auto* q = static_cast<const typename D::storage*>(c.q) + batch * c.q_strides[0];
+  return {c, row, q + kv_head * c.group * c.q_strides[1], c.q_strides[1], c.q_strides[2]};
+}
+
 // Q^T, times q_scale; lanes behind the last row are 0.
 template <class D>
 __attribute__((noinline)) void pack_q(const kernel_call& c, int64_t batch, int64_t kv_head,
@@ -96,14 +122,12 @@ __attribute__((noinline)) void pack_q(const kernel_call& c, int64_t batch, int64
   using T = typename D::real;
   constexpr int64_t w = lanes<T>;
   const vec<T> scale(static_cast<T>(c.q_scale));
-  const auto* q = static_cast<const typename D::storage*>(c.q) + batch * c.q_strides[0];
   const bool dense = c.q_strides[3] == 1;
+  row_walk<const typename D::storage> r = rows_of_q<D>(c, batch, kv_head, p.row);
   for (int64_t l0 = 0; l0 < p.width(); l0 += w) {
     const typename D::storage* from[w];
     const int64_t count = min_of(w, p.count - l0);
-    row_of at(c, p.row + l0);
-    for (int64_t l = 0; l < count; ++l, at.step(c))
-      from[l] = q + (kv_head * c.group + at.member) * c.q_strides[1] + at.query * c.q_strides[2];
+    for (int64_t l = 0; l < count; ++l, r.step(c)) from[l] = r.at;
     for (int64_t d0 = 0; d0 < c.head_dim; d0 += w) {
       const int64_t n = min_of(w, c.head_dim - d0);
       vec<T> rows[w];
@@ -146,9 +170,10 @@ MH_INLINE void place_panel(const kernel_call& c, const positions& at, int64_t ro
 template <class T>
 MH_INLINE void clear_panel(panel<T>& p) {
   p.started = false;
-  for (int64_t l = 0; l < p.width(); ++l) {
-    p.row_max[l] = lowest<T>;
-    p.row_sum[l] = p.row_total[l] = T(0);
+  for (int64_t l = 0; l < p.width(); l += lanes<T>) {
+    vec<T>(lowest<T>).store_aligned(p.row_max + l);
+    vec<T>(T(0)).store_aligned(p.row_sum + l);
+    vec<T>(T(0)).store_aligned(p.row_total + l);
   }
 }
 
@@ -352,14 +377,19 @@ MH_INLINE void write_state(const kernel_call& c, int64_t batch, int64_t head, in
   }
 }
 
-// Where a finished row goes: T of the partial results of a split, or the storage type of out.
+// Where finished rows go: T of the partial results of a split, or the storage type of out.
 template <class D>
-MH_INLINE void* place_of_row(const kernel_call& c, int64_t batch, int64_t head, int64_t query, int64_t chunk) {
-  if (c.chunks > 1)
-    return static_cast<typename D::real*>(c.partial_out) +
-           (chunk * c.batch * c.heads * c.q_len + row_index(c, batch, head, query)) * c.v_dim;
-  return static_cast<typename D::storage*>(c.out) + batch * c.out_strides[0] + head * c.out_strides[1] +
-         query * c.out_strides[2];
+MH_INLINE row_walk<char> rows_of_results(const kernel_call& c, const kernel_task& task, int64_t kv_head, int64_t row) {
+  const int64_t head = kv_head * c.group;
+  if (c.chunks > 1) {
+    auto* out = static_cast<typename D::real*>(c.partial_out);
+    out += (task.chunk * c.batch * c.heads * c.q_len + row_index(c, task.batch, head, 0)) * c.v_dim;
+    const auto size = static_cast<int64_t>(c.v_dim * sizeof(*out));
+    return {c, row, reinterpret_cast<char*>(out), c.q_len * size, size};
+  }
+  auto* out = static_cast<typename D::storage*>(c.out) + task.batch * c.out_strides[0] + head * c.out_strides[1];
+  constexpr int64_t size = sizeof(*out);
+  return {c, row, reinterpret_cast<char*>(out), c.out_strides[1] * size, c.out_strides[2] * size};
 }
 
 // The first n values of a vector, `stride` apart.
@@ -423,23 +453,24 @@ __attribute__((noinline)) bool finish_panel(const kernel_call& c, const kernel_t
   const bool in_pairs = pairs && c.chunks == 1 && c.out_strides[3] == 1;      // or two of them made narrow
   const double undo = careful ? ::exp2(careful_shift(c.kv_len)) : 1.0;
   if (!x.started) memset(x.out, 0, static_cast<size_t>(c.v_dim * x.width()) * sizeof(T));
+  const bool ends = ends_count(c);
+  row_walk<char> r = rows_of_results<D>(c, task, kv_head, x.row);
   for (int64_t l0 = 0; l0 < x.count; l0 += w) {
     void* place[w];
     const int64_t count = min_of(w, x.count - l0);
-    row_of r(c, x.row + l0);
     const vec<T> sum = vec<T>::load_aligned(x.row_sum + l0);
     vec<T> factors = xsimd::select(sum == vec<T>(T(0)), vec<T>(T(0)), vec<T>(T(undo)) / sum);
     alignas(64) T factor[w];
     factors.store_aligned(factor);
     for (int64_t l = 0; l < count; ++l, r.step(c)) {
-      const int64_t head = kv_head * c.group + r.member;
-      place[l] = place_of_row<D>(c, task.batch, head, r.query, task.chunk);
-      if (!ends_count(c)) continue;
+      place[l] = r.at;
+      if (!ends) continue;
+      const int64_t head = kv_head * c.group + r.of.member;
       const T multiplied = x.row_sum[l0 + l], total = x.row_total[l0 + l];
       const row_end e = finish_row<T>(x.row_max[l0 + l], total, c.exp_scale, sink_of<T>(c, head, task.chunk));
       const double rounding = total == multiplied ? 1.0 : static_cast<double>(total) / static_cast<double>(multiplied);
       if (c.sinks != nullptr) factor[l] = static_cast<T>(e.factor * undo * rounding);
-      write_state<T>(c, task.batch, head, r.query, task.chunk, e);
+      write_state<T>(c, task.batch, head, r.of.query, task.chunk, e);
     }
     if (c.sinks != nullptr) factors = load(factor);
     int64_t d0 = 0;
