@@ -188,12 +188,11 @@ struct decode_task {
   }
 
   static constexpr asks own_rows = may_ask_own ? asks::own : asks::other;
+  MH_INLINE bool own_is_better() const { return may_ask_own && c.prefetch && c.asks_own; }
   // More rows take those of K and V in several passes, and 5 to 12 were 1.06 to 1.5 times as slow.
-  MH_INLINE bool asks_own() const { return may_ask_own && c.prefetch && c.asks_own && rows <= most_rows; }
+  MH_INLINE bool asks_own() const { return own_is_better() && rows <= most_rows; }
   // Three rows take two passes over K and V, four take one: faster from memory, by the only CPU measured that asks_own.
-  MH_INLINE bool adds_row() const {
-    return may_ask_own && c.prefetch && c.asks_own && heads == 1 && rows % most_rows == most_rows - 1;
-  }
+  MH_INLINE bool adds_row() const { return own_is_better() && heads == 1 && rows % most_rows == most_rows - 1; }
   // 16 rows and 8 KB: half and twice as much are slower.
   static MH_INLINE rows_at<D> further_on(rows_at<D> rows, int64_t dim) {
     return rows.from(max_of(16, 8192 / (dim * static_cast<int64_t>(sizeof(T)))));
