@@ -48,6 +48,14 @@ bool may_use_tiles() {
 #endif
 }
 
+// Zen 3 has the family of Zen 4, but no AVX-512. What comes after Zen 5 is taken for it.
+cpu_core find_core(bool has_avx512) {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (!has_avx512 || !__builtin_cpu_is("amd") || !__get_cpuid(1, &a, &b, &c, &d)) return cpu_core::other;
+  const unsigned family = (a >> 8 & 0xfu) + (a >> 20 & 0xffu);
+  return family >= 0x1a ? cpu_core::zen5 : cpu_core::zen4;
+}
+
 // The builtin also asks the operating system (XGETBV) whether it saves the wide registers.
 void find_levels(machine& m) {
   __builtin_cpu_init();
@@ -67,7 +75,7 @@ void find_levels(machine& m) {
   m.has_level[static_cast<int>(cpu_level::x86_bf16)] = v4 && bf16;
   // VDPBF16PS: 1020 GFLOP/s on two cores of Zen 5, where FMA does 512; on a Xeon with AMX 120 on one, where FMA does 241.
   m.slow_level[static_cast<int>(cpu_level::x86_bf16)] = __builtin_cpu_is("intel");
-  m.asks_own_rows = __builtin_cpu_is("amd") != 0;
+  m.core = find_core(v4);
   m.has_level[static_cast<int>(cpu_level::x86_amx)] = amx;
   m.has_level[static_cast<int>(cpu_level::x86_amx_fp16)] = amx && fp16;
 }

@@ -22,6 +22,9 @@ enum class cpu_level : int32_t {
   count
 };
 
+// Cores that bring rows of K and V better when asked in another way than most: plan.cpp on prefetch.
+enum class cpu_core : int32_t { other, zen4, zen5 };
+
 struct machine {
   std::string cpu_name;
   bool has_level[static_cast<int>(cpu_level::count)] = {};   // indexed by cpu_level
@@ -29,8 +32,8 @@ struct machine {
   int64_t l1_bytes = 32768;                                  // data cache of one core
   int64_t l2_bytes = 262144;                                 // of one core
   int64_t l3_bytes = 0;                                      // shared; 0 = unknown
-  int32_t cpus = 1;             // that this process may run on (affinity mask, not the whole host)
-  bool asks_own_rows = false;   // decode steps: plan.cpp on prefetch
+  int32_t cpus = 1;  // that this process may run on (affinity mask, not the whole host)
+  cpu_core core = cpu_core::other;
   std::string isa_request;      // MH_ISA, "" = none
   std::string threads_error;    // why MH_THREADS could not be used, "" = fine
   int32_t threads_request = 0;  // MH_THREADS, 0 = none

@@ -15,12 +15,16 @@
 //   prefill 1.01 to 1.09 times faster. A decode step of one f32 row has no arithmetic to hide it behind: 3 MB on two
 //   threads, within L2 together, 0.84 times as fast, 6 MB 1.00, 12 to 67 MB 1.02 to 1.12, 134 MB and more, from memory, 1.1
 //   to 1.4. So that asks beyond four times L2.
-//   Decode asks for rows of V with K and of K with V. On AMD's CPUs (Zen 5; others are unmeasured) f32 and f64 with AVX-512
-//   ask each for its own (decode.hpp says how far ahead): heads of 16 to 256, 1 to 12 rows, 1.0 to 1.3 times as fast on
-//   one thread, 0.97 to 1.3 on two. In 16 bits 0.55 to 1.09, with AVX2 0.5 to 1.3, where heads lie side by side in
-//   rows 0.85 to 1.16: not there. What these CPUs find in half of L3 they bring themselves: 3 to 13 MB without asking,
-//   1 to 4 rows, f32, AVX-512 0.95 to 1.27 times as fast, AVX2 0.91 to 1.28, one thread and two; 16 MB 0.79 to 1.16, more
-//   0.6 to 0.9; bf16 0.92 to 1.08.
+//   Decode asks for rows of V with K and of K with V, in 16 bits into L1, else into L2. Two cores of AMD's want it otherwise:
+//   Zen 5: f32 and f64 with AVX-512 ask each for its own (decode.hpp says how far ahead): heads of 16 to 256, 1 to 12 rows,
+//   1.0 to 1.3 times as fast on one thread, 0.97 to 1.3 on two. In 16 bits 0.55 to 1.09, with AVX2 0.5 to 1.3, where heads
+//   lie side by side in rows 0.85 to 1.16: not there. What it finds in half of L3 it brings itself: 3 to 13 MB without
+//   asking, 1 to 4 rows, f32, AVX-512 0.95 to 1.27 times as fast, AVX2 0.91 to 1.28, one thread and two; 16 MB 0.79 to
+//   1.16, more 0.6 to 0.9; bf16 0.92 to 1.08.
+//   Zen 4: what is asked for into L1 is late from memory. Each for its own 0.43 to 0.98 times as fast there, 16 bits into
+//   L2 instead of L1 1.35 to 2.1 (heads of 32 0.9). Own into L2 is 0.9 to 1.2 of the usual way from memory and 0.9 from L3:
+//   not worth a way of its own. In half of L3 nothing asked for: AVX-512 f32 1 to 3 rows 0.97 to 1.15 (one shape 0.89), 4
+//   and more 0.72 to 1.0, 16 bits 0.99 to 1.23; AVX2 one row 0.93 to 1.17, more rows 0.47 to 0.95.
 #include "plan.hpp"
 
 #include <algorithm>
@@ -87,6 +91,13 @@ double pair_bytes(const problem& p, const int64_t* strides, int64_t size) {
   double bytes = static_cast<double>(size);
   for (int i = 0; i < 4; ++i) bytes *= strides[i] == 0 ? 1.0 : static_cast<double>(n[i]);
   return bytes;
+}
+
+// Whether what lies in half of L3 is better not asked for, by decode.
+bool comes_unasked(cpu_core core, const problem& p, int64_t lanes_of_f32) {
+  const bool widened = dtype_bytes(p.dtype) == 2, wide = lanes_of_f32 >= 16;
+  if (core == cpu_core::zen5) return !widened;
+  return core == cpu_core::zen4 && (p.group() * p.q_len <= (wide ? 3 : 1) || (wide && widened));
 }
 
 // How many kv heads a task of the decode route takes. What a step makes of a few rows is little and waits for the step
@@ -233,13 +244,14 @@ kernel_call make_call(const plan& plan) {
   c.copy_kv = plan.copy_kv;
   c.prefetch = plan.prefetch;
   c.asks_own = plan.asks_own;
+  c.asks_l1 = plan.asks_l1;
   c.row_blocks = plan.second_row_blocks;
   return c;
 }
 
 }  // namespace
 
-plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, bool asks_own_rows, int64_t l3_bytes) {
+plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cpu_core core, int64_t l3_bytes) {
   plan plan{};
   plan.p = p;
   plan.table = &table;
@@ -268,10 +280,11 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, bo
   double read = kv_bytes;
   if (p.has_input(MH_INPUT_MASK)) read += pair_bytes(p, p.mask_strides, 1);
   if (p.has_input(MH_INPUT_BIAS)) read += pair_bytes(p, p.bias_strides, dtype_bytes(p.bias_dtype));
-  const bool brings_itself = asks_own_rows && plan.kernel == route_decode && dtype_bytes(p.dtype) >= real &&
-                             read < static_cast<double>(l3_bytes) / 2;
-  plan.prefetch = !brings_itself && read > static_cast<double>(l2_bytes) * (arithmetic ? 1 : 4);
-  plan.asks_own = asks_own_rows && p.k_strides[2] == p.head_dim && p.v_strides[2] == p.v_dim;
+  const bool in_half_l3 = read < static_cast<double>(l3_bytes) / 2;
+  const bool unasked = plan.kernel == route_decode && in_half_l3 && comes_unasked(core, p, table.lanes);
+  plan.prefetch = !unasked && read > static_cast<double>(l2_bytes) * (arithmetic ? 1 : 4);
+  plan.asks_own = core == cpu_core::zen5 && p.k_strides[2] == p.head_dim && p.v_strides[2] == p.v_dim;
+  plan.asks_l1 = core != cpu_core::zen4;
   const bool matrix = plan.kernel == route_matrix;
   plan.panel_rows = matrix ? matrix_rows : table.panel_rows[f64];
   plan.heads_at_once = 1;
@@ -322,7 +335,7 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, bo
 }
 
 plan make_plan(const problem& p, const kernel_table& table, const machine& m) {
-  return make_plan(p, table, m.l2_bytes, m.asks_own_rows, m.l3_bytes);
+  return make_plan(p, table, m.l2_bytes, m.core, m.l3_bytes);
 }
 
 const char* const route_names[route_count] = {"tile", "decode", "matrix"};

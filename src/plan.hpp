@@ -11,6 +11,7 @@
 
 namespace manyhead {
 
+enum class cpu_core : int32_t;
 struct machine;
 
 struct plan {
@@ -26,6 +27,7 @@ struct plan {
   int64_t chunks;                             // splits; 1 = none
   bool prefetch;                              // rows of K, V, Q and out are asked for ahead of need
   bool asks_own;                              // decode does with K for K, with V for V
+  bool asks_l1;                               // and of rows in 16 bits, into L1
   bool copy_kv;                               // tiles of K and V are copied (converted, made contiguous) before use
   bool second_pass;                           // weights, mean weights, scores or column sums are written after out
   int64_t second_block_q, second_row_blocks;  // its tasks' rows: whole queries where heads are averaged
@@ -51,8 +53,8 @@ double expected_us(double flops, double bytes);
 
 extern const char* const route_names[route_count];
 
-// asks_own_rows: machine.hpp. l3_bytes: 0 = unknown.
-plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, bool asks_own_rows = false,
+// core: machine.hpp, 0 = any. l3_bytes: 0 = unknown.
+plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cpu_core core = cpu_core{},
                int64_t l3_bytes = 0);
 plan make_plan(const problem& p, const kernel_table& table, const machine& m);
 

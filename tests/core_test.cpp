@@ -277,23 +277,45 @@ TEST_CASE(
   for (const char* line :
        {"f32 b1 h4/1 q1 kv512 d128", "f32 b1 h12 q1 kv512 d64", "f64 b1 h6 q1 kv512 d64", "f32 b1 h2 q512 kv512 d64"})
     CHECK_MESSAGE(!plan_of(line).prefetch, line);
-  const auto asks_own = [](const char* line, bool asks_own_rows) {
-    return make_plan(problem_of(line), current_isa(), l2, asks_own_rows).asks_own;
+}
+
+TEST_CASE("cores that bring rows better when asked otherwise are") {
+  using enum cpu_core;
+  const auto asks_own = [](const char* line, cpu_core core) {
+    return make_plan(problem_of(line), current_isa(), l2, core).asks_own;
   };
-  CHECK(asks_own("f32 b2 h4/1 q1 kv2048 d128", true));
-  CHECK(!asks_own("f32 b2 h4/1 q1 kv2048 d128", false));
-  CHECK(!asks_own("f32 b2 h4/2 q1 kv2048 d128 bshd", true));  // rows of other heads lie between
-  // What lies in half of the L3 of such CPUs is not asked for, by steps in f32 and f64.
-  const auto asks = [](const char* line, bool asks_own_rows, int64_t l3) {
-    return make_plan(problem_of(line), current_isa(), l2, asks_own_rows, l3).prefetch;
-  };
+  CHECK(asks_own("f32 b2 h4/1 q1 kv2048 d128", zen5));
+  CHECK(!asks_own("f32 b2 h4/1 q1 kv2048 d128", zen4));
+  CHECK(!asks_own("f32 b2 h4/1 q1 kv2048 d128", other));
+  CHECK(!asks_own("f32 b2 h4/2 q1 kv2048 d128 bshd", zen5));  // rows of other heads lie between
+  const problem bf16 = problem_of("bf16 b2 h4/1 q1 kv2048 d128");
+  CHECK(make_plan(bf16, current_isa(), l2, other).asks_l1);
+  CHECK(make_plan(bf16, current_isa(), l2, zen5).asks_l1);
+  CHECK(!make_plan(bf16, current_isa(), l2, zen4).asks_l1);
+}
+
+TEST_CASE("cores that bring what lies in half of L3 are not asked to") {
+  using enum cpu_core;
   const int64_t l3 = 32 * l2;
-  CHECK(asks("f32 b1 h8 q2 kv2047 d128", false, l3));
-  CHECK(asks("f32 b1 h8 q2 kv2047 d128", true, 0));
-  CHECK(!asks("f32 b1 h8 q2 kv2047 d128", true, l3));
-  CHECK(asks("f32 b1 h8 q2 kv2048 d128", true, l3));
-  CHECK(asks("bf16 b1 h8 q2 kv2047 d128", true, l3));
-  CHECK(asks("f32 b1 h8 q64 kv400 d128", true, l3));
+  const auto asks = [](const char* line, cpu_core core, int64_t l3_bytes, const kernel_table& table = current_isa()) {
+    return make_plan(problem_of(line), table, l2, core, l3_bytes).prefetch;
+  };
+  CHECK(asks("f32 b1 h8 q2 kv2047 d128", other, l3));
+  CHECK(asks("f32 b1 h8 q2 kv2047 d128", zen5, 0));
+  CHECK(!asks("f32 b1 h8 q2 kv2047 d128", zen5, l3));
+  CHECK(asks("f32 b1 h8 q2 kv2048 d128", zen5, l3));
+  CHECK(asks("bf16 b1 h8 q2 kv2047 d128", zen5, l3));
+  CHECK(asks("f32 b1 h8 q64 kv400 d128", zen5, l3));
+  for (const kernel_table* table : tables()) {
+    const bool wide = table->lanes >= 16;
+    CAPTURE(table->isa);
+    CHECK(!asks("f32 b1 h8 q1 kv2047 d128", zen4, l3, *table));
+    CHECK(asks("f32 b1 h8 q3 kv2047 d128", zen4, l3, *table) == !wide);
+    CHECK(asks("f32 b1 h8 q4 kv2047 d128", zen4, l3, *table));
+    CHECK(asks("bf16 b1 h8 q4 kv2047 d128", zen4, l3, *table) == !wide);
+    CHECK(!asks("bf16 b1 h8 q1 kv4095 d128", zen4, l3, *table));
+    CHECK(asks("bf16 b1 h8 q1 kv4096 d128", zen4, l3, *table));
+  }
 }
 
 TEST_CASE("skipped tiles and attended pairs are counted right") {

@@ -301,7 +301,9 @@ void check_line(const problem_line& line) {
     const plan small = make_plan(c.p, *table, small_l2);
     if (small.block_q != large.block_q || small.prefetch != large.prefetch) {
       others.push_back(small);
-      if (small.kernel == route_decode) others.push_back(make_plan(c.p, *table, small_l2, true));
+      for (const cpu_core core : {cpu_core::zen4, cpu_core::zen5}) {
+        if (small.kernel == route_decode) others.push_back(make_plan(c.p, *table, small_l2, core));
+      }
     }
     if (large.heads_at_once > 1) others.push_back(one_head_a_task(large));
     for (const plan& other : others) {

@@ -169,8 +169,11 @@ struct decode_task {
   // the bytes of the other that it reads itself, one line every few cycles: sixteen at once would fill the buffers that
   // also bring lines from L2, and all would wait. Or its own bytes some rows on (kernel_call.asks_own), where rows are
   // not widened and there are registers to read them in few passes: with many a row comes again before its lines do.
-  enum class asks { nothing, other, own };
-  static constexpr bool may_ask_own = many_registers && sizeof(typename D::storage) == sizeof(T);
+  // Own rows are few enough for L1, and so are tiles of K and V in 16 bits (other_l1), where kernel_call.asks_l1. All
+  // others are asked for into L2.
+  enum class asks { nothing, other, other_l1, own };
+  static constexpr bool widens = sizeof(typename D::storage) < sizeof(T);
+  static constexpr bool may_ask_own = many_registers && !widens;
   struct soon {
     const char* base;
     int64_t stride;  // bytes
@@ -181,16 +184,34 @@ struct decode_task {
     constexpr int64_t size = sizeof(typename E::storage);
     return {reinterpret_cast<const char*>(rows.base), rows.stride * size};
   }
-  template <asks For, class E>
+  template <asks For>
   static MH_INLINE void ask(const char* p) {
-    // Into L1 where it has room: for some rows, and for tiles of K and V in 16 bits only.
-    __builtin_prefetch(p, 0, For == asks::own || sizeof(typename E::storage) == 2 ? 3 : 2);
+    __builtin_prefetch(p, 0, For == asks::other_l1 || For == asks::own ? 3 : 2);
   }
 
-  static constexpr asks own_rows = may_ask_own ? asks::own : asks::other;
   MH_INLINE bool own_is_better() const { return may_ask_own && c.prefetch && c.asks_own; }
   // More rows take those of K and V in several passes, and 5 to 12 were 1.06 to 1.5 times as slow.
-  MH_INLINE bool asks_own() const { return own_is_better() && rows <= most_rows; }
+  MH_INLINE asks way_of_asking() const {
+    if (c.copy_kv || !c.prefetch) return asks::nothing;
+    if (own_is_better() && rows <= most_rows) return asks::own;
+    return widens && c.asks_l1 ? asks::other_l1 : asks::other;
+  }
+  template <asks For>
+  struct constant {
+    static constexpr asks value = For;
+  };
+  // Calls f with the way as a constant, one of those that D has.
+  template <class F>
+  static MH_INLINE void asking(asks way, F f) {
+    if constexpr (may_ask_own) {
+      if (way == asks::own) return f(constant<asks::own>{});
+    }
+    if constexpr (widens) {
+      if (way == asks::other_l1) return f(constant<asks::other_l1>{});
+    }
+    if (way == asks::other) return f(constant<asks::other>{});
+    f(constant<asks::nothing>{});
+  }
   // Three rows take two passes over K and V, four take one: faster from memory, by the only CPU measured that asks_own.
   MH_INLINE bool adds_row() const { return own_is_better() && heads == 1 && rows % most_rows == most_rows - 1; }
   // 16 rows and 8 KB: half and twice as much are slower.
@@ -217,7 +238,7 @@ struct decode_task {
         if (2 * w * size < 64 && d * size % 64 != 0) break;
         const char* p = next.base + d * size + b;
 #pragma GCC unroll 16
-        for (int i = 0; i < K; ++i, p += next.stride) ask<For, E>(p);
+        for (int i = 0; i < K; ++i, p += next.stride) ask<For>(p);
       }
       if constexpr (K < R) {  // keys in registers
         vec<T> y[K][2];
@@ -254,7 +275,7 @@ struct decode_task {
     for (; d < k_dim; d += w) {
       const int64_t at_dim = c.copy_kv ? d : place_of(d, k_dim, k_back);
 #pragma GCC unroll 16
-      for (int i = 0; For != asks::nothing && i < K; ++i) ask<For, E>(next.base + i * next.stride + d * size);
+      for (int i = 0; For != asks::nothing && i < K; ++i) ask<For>(next.base + i * next.stride + d * size);
 #pragma GCC unroll 16
       for (int i = 0; i < K; ++i) {
         vec<T> y = E::widen(key[i] + at_dim);
@@ -306,7 +327,7 @@ struct decode_task {
     }
     for (int64_t k = 0; k < keys; ++k) {
 #pragma GCC unroll 8
-      for (int64_t b = 0; For != asks::nothing && b < bytes; b += 64) ask<For, E>(next.base + k * next.stride + b);
+      for (int64_t b = 0; For != asks::nothing && b < bytes; b += 64) ask<For>(next.base + k * next.stride + b);
       T weight[R];
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) weight[r] = p[r * width + k];
@@ -495,12 +516,13 @@ struct decode_task {
     const rows_at<D> k = in_place(c.k, c.k_strides, task.batch, head, tile.begin);
     if (c.copy_kv) {
       score<asks::nothing>(h, copied_k(k, keys), keys, soon{});
-    } else if (asks_own()) {
-      score<own_rows>(h, k, keys, as_soon(further_on(k, k_dim)));
-    } else if (c.prefetch) {
-      score<asks::other>(h, k, keys, as_soon(in_place(c.v, c.v_strides, task.batch, head, tile.begin)));
     } else {
-      score<asks::nothing>(h, k, keys, soon{});
+      asking(way_of_asking(), [&](auto way) MH_INLINE_LAMBDA {
+        constexpr asks For = decltype(way)::value;
+        score<For>(h, k, keys,
+                   as_soon(For == asks::own ? further_on(k, k_dim)
+                                            : in_place(c.v, c.v_strides, task.batch, head, tile.begin)));
+      });
     }
     lap(clock, phase_scores);
     if (has_score_passes(c)) change_scores_of(head, tile, s, padded);
@@ -531,14 +553,18 @@ struct decode_task {
   MH_INLINE void add_head(int64_t h, const key_tile& tile, int64_t end) {
     const rows_at<D> v = in_place(c.v, c.v_strides, task.batch, kv_head + h, tile.begin);
     const int64_t keys = tile.keys();
+    asks way = Careful ? asks::nothing : way_of_asking();
+    if (way != asks::own && tile.end >= end && task.next == nullptr) way = asks::nothing;
     if (c.copy_kv) {
       add_all<Careful, asks::nothing>(h, copied_v(v, keys), keys, soon{});
-    } else if (!Careful && asks_own()) {
-      add_all<Careful, Careful ? asks::nothing : own_rows>(h, v, keys, as_soon(further_on(v, v_dim)));
-    } else if (!Careful && c.prefetch && (tile.end < end || task.next != nullptr)) {
-      add_all<Careful, Careful ? asks::nothing : asks::other>(h, v, keys, as_soon(following_k(h, tile, end)));
-    } else {
+    } else if constexpr (Careful) {
       add_all<Careful, asks::nothing>(h, v, keys, soon{});
+    } else {
+      asking(way, [&](auto as) MH_INLINE_LAMBDA {
+        constexpr asks For = decltype(as)::value;
+        if constexpr (For == asks::nothing) return add_all<Careful, For>(h, v, keys, soon{});
+        add_all<Careful, For>(h, v, keys, as_soon(For == asks::own ? further_on(v, v_dim) : following_k(h, tile, end)));
+      });
     }
   }
 

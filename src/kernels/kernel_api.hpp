@@ -67,6 +67,7 @@ struct kernel_call {
   int64_t block_kv;  // keys of a tile; borders lie at its multiples
   int32_t prefetch;  // 1: ask for rows of K, V, Q and out ahead of need
   int32_t asks_own;  // 1: a decode step asks for rows of K with K and of V with V; else for each with the other
+  int32_t asks_l1;   // 1: a decode step asks for rows in 16 bits into L1, else into L2
   int32_t copy_kv;   // 1: copy each K and V tile to scratch first (plan.cpp: needs_copy)
 
   // Outputs of the second pass (weights_task).
