@@ -1,10 +1,11 @@
 // See plan.hpp. The choices, and why:
 //
-// block_kv: keys of a tile, a constant of the route: tile borders lie at its multiples, and the same borders mean the same
-//   bits, so never a function of the machine's caches or of lengths. What the product with V reads again and again should
-//   stay in the smallest L1, 32 KB: the weights of a panel (96 x 48 x 4 bytes = 18 KB) and a column of lines of the tile
-//   (96 x 64 = 6 KB). More keys mean fewer passes over the results: 96 was 1.00 to 1.01 times as fast as 64, 48 0.99, 32
-//   0.98; 128 gave another 0.01 with heads of 64 on a CPU with 48 KB, and took it away on AVX2.
+// block_kv: keys of a tile, of the route, and in decode of rows and head size: tile borders lie at its multiples, and the
+//   same borders mean the same bits, so never a function of the machine's caches or of numbers of keys. What the product
+//   with V reads again and again should stay in the smallest L1, 32 KB: the weights of a panel (96 x 48 x 4 bytes = 18
+//   KB) and a column of lines of the tile (96 x 64 = 6 KB). More keys mean fewer passes over the results: 96 was 1.00 to
+//   1.01 times as fast as 64, 48 0.99, 32 0.98; 128 gave another 0.01 with heads of 64 on a CPU with 48 KB, and took it
+//   away on AVX2.
 // block_q: rows of a task, up to 16 panels. Each tile of K and V is read (or converted) once per task, so more rows mean
 //   less traffic; where there are too few tasks for the threads, schedule.cpp cuts them further. Against 4 panels, one
 //   thread: f32 1.00 to 1.06 times as fast (most on gpt2_small and whisper_cross), bf16 and f16 1.02 to 1.08, AVX2 too.
@@ -39,7 +40,7 @@
 namespace manyhead {
 namespace {
 
-constexpr int64_t keys_of_tile[] = {96, 64, 128};  // by route: tile, decode, matrix
+constexpr int64_t keys_of_tile[] = {96, 64, 128};  // by route: tile, decode (of many rows), matrix
 constexpr int64_t matrix_rows = 32;                // of a panel
 constexpr int64_t most_panels = 16;                // of a task; kernels have room for so many
 constexpr int64_t split_rows = 128;  // at most this many rows per kv head and batch entry: split long keys
@@ -85,6 +86,20 @@ bool goes_to_unit(const problem& p, const dtype_kernels& kernels, double pairs_o
   return used * of_tile_route > of_pairs + 22.7 * whole(p.kv_len) + 15.9 * whole(rows);
 }
 
+// Keys of a tile of the decode route. Scores, softmax and values of one or two rows of 64 keys are so short that each
+// waits for the one before; twice to four times as many keys are worth it as long as a tile of K or V is no larger than
+// the smallest L2 (in 16 bits, asked for into L1, than half of the smallest L1). f32, 256 keys: Zen 5 with AVX-512 1.06 to
+// 1.09 times as fast (512 keys 1.12), Zen 4 1.0 to 1.04 (512 the same), where nothing is asked for 1.05 to 1.1; AVX2 1.03
+// to 1.05. bf16, heads of 64, 128 keys: Zen 5 1.02 to 1.28. Three rows and more: 0.70 to 1.02.
+int64_t decode_keys(const problem& p) {
+  int64_t keys = keys_of_tile[route_decode];
+  if (p.group() * p.q_len > 2) return keys;
+  const int64_t size = dtype_bytes(p.dtype), row_bytes = std::max(p.head_dim, p.v_dim) * size;
+  const int64_t most_bytes = size == 2 ? 16 << 10 : 256 << 10;
+  while (2 * keys <= most_tile_keys && 2 * keys * row_bytes <= most_bytes) keys *= 2;
+  return keys;
+}
+
 // Of a mask or bias, one number a pair of query and key unless broadcast.
 double pair_bytes(const problem& p, const int64_t* strides, int64_t size) {
   const int64_t n[] = {p.batch, p.heads, p.q_len, p.kv_len};
@@ -102,14 +117,15 @@ bool comes_unasked(cpu_core core, const problem& p, int64_t lanes_of_f32) {
 
 // How many kv heads a task of the decode route takes. What a step makes of a few rows is little and waits for the step
 // before, so the steps of several heads follow each other: on Zen 5, K and V in L2, heads of 64, 1.2 to 1.5 times as fast
-// with 8 keys, 1.05 to 1.45 with 16 and 32, 1.0 to 1.2 with 64 and 128. Their tiles of K and V stay in an eighth of L2.
+// with 8 keys, 1.05 to 1.45 with 16 and 32, 1.0 to 1.2 with 64 and 128. Their tiles of K and V take up to half of L2: an
+// eighth is 0.97 to 0.99 as fast.
 // From further away whole heads are read 0.7 to 1.0 times as fast where others come between: only those of one tile that
 // fit into L1.
 int64_t heads_of_task(const plan& plan, bool in_l2, int64_t l2_bytes) {
   constexpr int64_t l1_bytes = 32 << 10;
   const problem& p = plan.p;
   const int64_t tile_bytes = std::min(p.kv_len, plan.block_kv) * (p.head_dim + p.v_dim) * dtype_bytes(p.dtype);
-  const int64_t room = in_l2 ? l2_bytes / 8 : p.kv_len <= plan.block_kv ? l1_bytes : 0;
+  const int64_t room = in_l2 ? l2_bytes / 2 : p.kv_len <= plan.block_kv ? l1_bytes : 0;
   const int64_t most = std::min(most_decode_rows / plan.block_q, room / std::max<int64_t>(tile_bytes, 1));
   return std::clamp<int64_t>(most, 1, p.kv_heads);
 }
@@ -271,7 +287,7 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cp
                 : has_unit && goes_to_unit(p, kernels, pairs) ? route_matrix
                 : goes_to_decode(p, lanes)                    ? route_decode
                                                               : route_tile;
-  plan.block_kv = keys_of_tile[plan.kernel];
+  plan.block_kv = plan.kernel == route_decode ? decode_keys(p) : keys_of_tile[plan.kernel];
   plan.copy_kv = needs_copy(p, plan.kernel, lanes);
 
   const double kv_bytes = static_cast<double>(dtype_bytes(p.dtype)) * static_cast<double>(p.head_dim + p.v_dim) *

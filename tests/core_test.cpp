@@ -206,20 +206,38 @@ TEST_CASE("borders along the keys are the same for every shape and cache") {
   for (const kernel_table* table : tables()) {
     for (const char* dtype : {"f32", "f64", "bf16", "f16"}) {
       for (const char* dims : {" d16", " d64", " d128", " d160 v128", " d576 v512"}) {
-        std::map<int32_t, int64_t> tile_keys, chunk_keys;  // of each route
-        for (const char* shape : {" b1 h1 q1 kv10000", " b1 h1 q64 kv10000", " b7 h8/2 q3 kv9000", " b1 h1 q1 kv40",
-                                  " b2 h4 q300 kv500", " b1 h4/1 q30 kv70000"}) {
+        std::map<std::pair<int32_t, bool>, int64_t> tile_keys, chunk_keys;  // of each route, with up to 2 rows and more
+        for (const char* shape :
+             {" b1 h1 q1 kv10000", " b1 h1 q64 kv10000", " b7 h8/2 q3 kv9000", " b1 h1 q1 kv40", " b2 h4 q300 kv500",
+              " b1 h4/1 q30 kv70000", " b2 h2/1 q1 kv700", " b2 h2 q2 kv7000"}) {
           for (const int64_t cache : {int64_t{1} << 15, l2, int64_t{1} << 25}) {
             const plan other = make_plan(problem_of(dtype + std::string(shape) + dims), *table, cache);
             CAPTURE(describe(other, false));
-            CHECK(tile_keys.emplace(other.kernel, other.block_kv).first->second == other.block_kv);
+            const std::pair<int32_t, bool> kind{other.kernel, other.call.rows <= 2};
+            CHECK(tile_keys.emplace(kind, other.block_kv).first->second == other.block_kv);
             if (other.kernel == route_matrix) CHECK(other.block_kv == 128);
-            if (other.chunks > 1)
-              CHECK(chunk_keys.emplace(other.kernel, other.chunk_keys).first->second == other.chunk_keys);
+            if (other.chunks > 1) CHECK(chunk_keys.emplace(kind, other.chunk_keys).first->second == other.chunk_keys);
           }
         }
       }
     }
+  }
+}
+
+TEST_CASE("one row and two decode with larger tiles, as far as a tile of K goes into cache") {
+  struct {
+    const char* line;
+    int64_t keys;
+  } const tiles[] = {
+      {"f32 b2 h8 q1 kv40 d64", 256},    {"f32 b1 h8 q2 kv4000 d128", 256},  {"f32 b1 h8/4 q1 kv4000 d256", 256},
+      {"f32 b1 h8 q1 kv4000 d257", 128}, {"f32 b1 h8 q1 kv4000 d576", 64},   {"f32 b1 h8 q1 kv4000 d64 v512", 128},
+      {"f64 b1 h8 q1 kv4000 d128", 256}, {"f64 b1 h8 q1 kv4000 d136", 128},  {"bf16 b1 h8 q1 kv4000 d32", 256},
+      {"bf16 b1 h8 q1 kv4000 d64", 128}, {"f16 b1 h8 q2 kv4000 d64", 128},   {"f16 b1 h8 q1 kv4000 d128", 64},
+      {"f32 b1 h8 q3 kv4000 d64", 64},   {"f32 b1 h12/4 q1 kv4000 d64", 64}, {"f32 b1 h8/4 q2 kv4000 d64", 64},
+  };
+  for (const auto& x : tiles) {
+    const plan plan = plan_of(x.line);
+    if (plan.kernel == route_decode) CHECK_MESSAGE(plan.block_kv == x.keys, x.line << ": " << plan.block_kv);
   }
 }
 
@@ -399,14 +417,15 @@ TEST_CASE("a schedule cuts row blocks at the borders of their panels, and covers
 
 TEST_CASE("heads of few rows and keys share tasks, as long as each worker gets eight") {
   const auto heads_at_once = [](const char* line) { return plan_of(line).heads_at_once; };
-  // Tiles of K and V in an eighth of L2 where all of them are in L2, else whole heads that fit into L1; 32 rows.
+  // Tiles of K and V in half of L2 where all of them are in L2, else whole heads that fit into L1; 32 rows.
   CHECK(heads_at_once("f32 b1 h12 q1 kv8 d64") == 12);
   CHECK(heads_at_once("f32 b1 h32 q4 kv8 d64") == 8);
   CHECK(heads_at_once("f32 b1 h32/8 q2 kv8 d64") == 4);
-  CHECK(heads_at_once("f32 b1 h12 q1 kv128 d64") == l2 / 8 / (64 * 128 * 4));
-  CHECK(heads_at_once("bf16 b1 h12 q1 kv128 d64") == l2 / 8 / (64 * 128 * 2));
+  CHECK(heads_at_once("f32 b1 h12 q1 kv128 d64") == l2 / 2 / (128 * 128 * 4));
+  CHECK(heads_at_once("bf16 b1 h24 q1 kv128 d64") == l2 / 2 / (128 * 128 * 2));
   CHECK(heads_at_once("f32 b64 h32 q1 kv16 d64") == 4);
-  CHECK(heads_at_once("f32 b64 h32 q1 kv65 d16") == 1);
+  CHECK(heads_at_once("f32 b64 h32 q1 kv65 d16") == 3);
+  CHECK(heads_at_once("f32 b64 h32 q4 kv65 d16") == 1);
   CHECK(heads_at_once("f32 b1 h12 q64 kv64 d64") == 1);
   const plan plan = plan_of("f32 b8 h24 q1 kv8 d64");
   REQUIRE(plan.heads_at_once == 24);

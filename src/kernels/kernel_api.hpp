@@ -183,6 +183,8 @@ enum route : int32_t { route_tile, route_decode, route_matrix, route_count };
 
 // For so many rows tasks of the decode route have room: group * q_len of a kv head, times kv heads.
 inline constexpr int64_t most_decode_rows = 32;
+// And all routes for a tile of so many keys.
+inline constexpr int64_t most_tile_keys = 256;
 
 struct dtype_kernels {
   task_fn attention[route_count];  // route_matrix: NULL where there is no matrix unit for the type

@@ -91,8 +91,6 @@ MH_INLINE uint32_t bit_range(int64_t begin, int64_t end) {
 
 enum class visibility { none, some, all };
 
-inline constexpr int64_t most_tile_keys = 128;
-
 // The same for each lane.
 template <class T>
 MH_INLINE xsimd::batch<bits<T>, MH_ARCH> bit_range(signed_vec<T> begin, signed_vec<T> end) {
