@@ -258,6 +258,7 @@ kernel_call make_call(const plan& plan) {
   c.chunk_keys = plan.chunk_keys;
   c.block_kv = plan.block_kv;
   c.copy_kv = plan.copy_kv;
+  c.tile = plan.table->dtype[p.dtype].attention[route_tile];
   c.prefetch = plan.prefetch;
   c.asks_own = plan.asks_own;
   c.asks_l1 = plan.asks_l1;

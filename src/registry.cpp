@@ -13,7 +13,7 @@
 
 namespace manyhead {
 
-#define MH_ISA_ROW(name, level)           \
+#define MH_ISA_ROW(name, ...)             \
   namespace name {                        \
   const kernel_table* kernels() noexcept; \
   }
@@ -25,19 +25,45 @@ namespace {
 struct isa_row {
   const char* name;
   cpu_level level;
-  const kernel_table* (*kernels)() noexcept;
+  const kernel_table* (*tables[3])() noexcept;  // the first is whole, the units of the others go over it
 };
 
 constexpr isa_row built[] = {
-#define MH_ISA_ROW(name, level) {#name, cpu_level::level, name::kernels},
+#define MH_ISA_ROW(name, level, ...) {#name, cpu_level::level, {__VA_ARGS__}},
 #include "kernels/isa_list.inc"
 #undef MH_ISA_ROW
 };
 constexpr int32_t row_count = std::size(built);
 
+struct filled_row : isa_row {
+  kernel_table table;
+};
+
+void add_unit(kernel_table& t, const kernel_table& unit) {
+  t.isa = unit.isa;
+  for (int32_t i = 0; i < t.dtypes; ++i) {
+    const dtype_kernels& from = unit.dtype[i];
+    dtype_kernels& to = t.dtype[i];
+    if (from.attention[route_matrix] == nullptr) continue;
+    to.attention[route_matrix] = from.attention[route_matrix];
+    to.scratch_bytes[route_matrix] = from.scratch_bytes[route_matrix];
+    to.matrix_rows = from.matrix_rows;
+    to.matrix_keys = from.matrix_keys;
+    if (from.arithmetic == nullptr) continue;
+    to.arithmetic = from.arithmetic;
+    to.flops_of_turn = from.flops_of_turn;
+  }
+  if (unit.linear_unit.run != nullptr) t.linear_unit = unit.linear_unit;
+}
+
 // The best on this CPU first: where the level below is faster, its row comes before.
-std::array<isa_row, row_count> in_order() {
-  std::array<isa_row, row_count> order = std::to_array(built);
+std::array<filled_row, row_count> in_order() {
+  std::array<filled_row, row_count> order{};
+  for (size_t i = 0; i < order.size(); ++i) {
+    order[i] = {built[i], *built[i].tables[0]()};
+    for (const auto unit : {built[i].tables[1], built[i].tables[2]})
+      if (unit != nullptr) add_unit(order[i].table, *unit());
+  }
   for (size_t i = 0; i + 1 < order.size(); ++i) {
     const int level = static_cast<int>(order[i].level);
     if (!this_machine().slow_level[level] || static_cast<int>(order[i + 1].level) != level - 1) continue;
@@ -46,8 +72,8 @@ std::array<isa_row, row_count> in_order() {
   }
   return order;
 }
-const isa_row& row(int32_t i) {
-  static const std::array<isa_row, row_count> order = in_order();
+const filled_row& row(int32_t i) {
+  static const std::array<filled_row, row_count> order = in_order();
   return order[static_cast<size_t>(i)];
 }
 
@@ -77,9 +103,7 @@ int32_t find(const char* who, const std::string& name) {
 
 int32_t isa_count() noexcept { return row_count; }
 
-const kernel_table* isa_table(int32_t isa) noexcept {
-  return isa >= 0 && isa < row_count ? row(isa).kernels() : nullptr;
-}
+const kernel_table* isa_table(int32_t isa) noexcept { return isa >= 0 && isa < row_count ? &row(isa).table : nullptr; }
 
 bool isa_supported(int32_t isa) noexcept {
   return isa >= 0 && isa < row_count && this_machine().has_level[static_cast<int>(row(isa).level)];
@@ -91,14 +115,14 @@ const kernel_table& current_isa() {
   const int32_t requested = request.empty() ? automatic : find("the environment variable MH_ISA", request);
   const int32_t set = forced.load(std::memory_order_relaxed);
   const int32_t wanted = set == unset ? requested : set;
-  if (wanted >= 0) return *row(wanted).kernels();
+  if (wanted >= 0) return row(wanted).table;
   for (int32_t i = 0; i < row_count; ++i) {
-    if (isa_supported(i)) return *row(i).kernels();
+    if (isa_supported(i)) return row(i).table;
   }
   fail(MH_UNSUPPORTED, "this CPU (", this_machine().cpu_name, ") can run none of: ", names());
 }
 
-const kernel_table& find_isa(const char* name) { return *row(find("isa", name)).kernels(); }
+const kernel_table& find_isa(const char* name) { return row(find("isa", name)).table; }
 
 void set_isa(const char* name) {
   forced.store(name == nullptr || *name == 0 ? automatic : find("isa", name), std::memory_order_relaxed);

@@ -70,7 +70,7 @@ def check_objects(nm: str, archive: str) -> list[str]:
 # Rows of a tile of the products (tile_rows in src/kernels/product.hpp) by vectors of a panel. The product of both is
 # the number of FMAs in the loop over the depth, which is a multiple of it where the compiler unrolled the loop.
 TILE_ROWS = {"avx512": {3: 8, 2: 12, 1: 16}, "avx2": {2: 6, 1: 8}}
-TILE_ROWS |= dict.fromkeys(["amx", "amx_fp16", "avx512_bf16", "neon", "neon_bf16"], TILE_ROWS["avx512"])
+TILE_ROWS["neon"] = TILE_ROWS["avx512"]
 # Instructions of the unit in the innermost loops of its products (src/kernels/matrix_unit.hpp): BFMMLA for 8 x 8
 # results, VDPBF16PS for 12, 8, 4 and 1 rows of two vectors.
 UNIT_INSTRUCTIONS = ("bfmmla", "vdpbf16ps")

@@ -27,14 +27,14 @@
 #include "machine.hpp"
 #include "plan.hpp"
 #include "projection.hpp"
+#include "registry.hpp"
 #include "scheduler.hpp"
 #include "test_case.hpp"
 
-#define MH_ISA_ROW(name, level)           \
+#define MH_ISA_ROW(name, ...)             \
   namespace manyhead::name {              \
   const kernel_table* kernels() noexcept; \
   }
-#include "kernels/isa_list.inc"
 #include "kernels/isa_list_emulated.inc"
 #undef MH_ISA_ROW
 
@@ -42,17 +42,20 @@ namespace manyhead::test {
 namespace {
 
 struct isa_row {
-  const char* name;
-  cpu_level level;
-  const kernel_table* (*kernels)() noexcept;
-  bool runs() const { return level == cpu_level::any || this_machine().has_level[static_cast<int>(level)]; }
+  std::string name;
+  kernel_table table;
+  bool runs;
 };
-constexpr isa_row isa_rows[] = {
-#define MH_ISA_ROW(name, level) {#name, cpu_level::level, manyhead::name::kernels},
-#include "kernels/isa_list.inc"
+// The library's, and the emulated ones, which any CPU runs.
+std::vector<isa_row> find_isa_rows() {
+  std::vector<isa_row> rows;
+  for (int32_t i = 0; i < isa_count(); ++i) rows.push_back({isa_table(i)->isa, *isa_table(i), isa_supported(i)});
+#define MH_ISA_ROW(name, level, table) rows.push_back({#name, *manyhead::table(), true});
 #include "kernels/isa_list_emulated.inc"
 #undef MH_ISA_ROW
-};
+  return rows;
+}
+const std::vector<isa_row> isa_rows = find_isa_rows();
 
 struct {
   std::vector<const kernel_table*> tables;  // those to test
@@ -792,8 +795,8 @@ TEST_CASE("projections of numbers that are not for the matrix unit") {
 
 TEST_CASE("a table says what it is") {
   for (const isa_row& row : isa_rows) {
-    if (!row.runs()) continue;
-    const kernel_table& table = *row.kernels();
+    if (!row.runs) continue;
+    const kernel_table& table = row.table;
     CHECK(std::string(table.isa) == row.name);
     CHECK(table.dtypes == 4);
     CHECK(table.panel_rows[0] % table.lanes == 0);
@@ -817,7 +820,7 @@ int choose(int argc, char** argv) {
   for (const isa_row& row : isa_rows) {
     if (!isa.empty() && isa != row.name) continue;
     known = true;
-    if (row.runs()) chosen.tables.push_back(row.kernels());
+    if (row.runs) chosen.tables.push_back(&row.table);
   }
   if (!known) std::fprintf(stderr, "kernel_test: this build has no ISA \"%s\"\n", isa.c_str());
   if (known && chosen.tables.empty()) std::printf("skipped: this CPU lacks %s\n", isa.c_str());

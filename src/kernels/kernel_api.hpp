@@ -10,6 +10,10 @@ namespace manyhead {
 // of head kv_head * group + r % group. So a panel of neighbouring rows has neighbouring positions, and reads K and V
 // once for the whole group.
 
+struct kernel_call;
+struct kernel_task;
+using task_fn = void (*)(const kernel_call*, const kernel_task*);
+
 // What all tasks of one call share. Strides in elements; dimension order as in manyhead.h.
 struct kernel_call {
   int64_t heads, kv_heads, group, q_len, kv_len, head_dim, v_dim;
@@ -78,6 +82,8 @@ struct kernel_call {
   int64_t weights_strides[4], mean_weights_strides[3], scores_strides[4];
   void* column_partials;  // real [batch][heads][row_blocks][kv_len] or NULL
   int64_t row_blocks;
+
+  task_fn tile;  // the tile route, to which the matrix route leaves what its unit cannot do
 };
 
 // What a task's time goes into.
@@ -115,8 +121,6 @@ struct kernel_task {
   const kernel_task* next;
   phase_clock* clock;  // NULL: not profiled
 };
-
-using task_fn = void (*)(const kernel_call*, const kernel_task*);
 
 // Merging `states` partial results, one row after another: of mh_merge_states, by their lse, or of split-KV, by
 // {top, total}.

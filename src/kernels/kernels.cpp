@@ -1,6 +1,7 @@
 // The one source of all kernels, compiled once per ISA with that ISA's flags (src/kernels/meson.build):
 //   MH_ISA  the ISA's name, a namespace       MH_ARCH  its xsimd architecture
-// Exports one symbol, manyhead::MH_ISA::kernels().
+//   MH_UNIT_ALONE  it has another ISA's kernels but for those of its matrix unit, which are all that is compiled
+// Exports one symbol, manyhead::MH_ISA::kernels(), which only hands out constants: it is called on CPUs without the ISA too.
 #include "attention_tile.hpp"
 #include "decode.hpp"
 #include "kernel_api.hpp"
@@ -21,24 +22,36 @@ int64_t scratch_bytes(const kernel_call* c, int64_t block_q) {
 }
 
 #if MH_MATRIX
+// Whether the matrix unit does attention of the type. Alone, a unit of f16 stands on one of bf16, which has the others.
 template <class D>
 constexpr bool takes_unit() {
-  if constexpr (sizeof(typename D::real) == 4) return unit_number<D>::values::parts <= unit_parts;
+  if constexpr (sizeof(typename D::real) == 4) {
+    using values = typename unit_number<D>::values;
+#if MH_UNIT_ALONE && MH_UNIT_F16
+    return std::is_same_v<typename values::format, in_f16>;
+#else
+    return values::parts <= unit_parts;
+#endif
+  }
   return false;
 }
+
 #endif
 
 template <class D, class Real>
 constexpr dtype_kernels kernels_of() {
-  dtype_kernels k = {{attention_tile<D>, attention_decode<D>, nullptr},
-                     attention_weights<D>,
-                     merge_rows<D, D>,
-                     merge_rows<Real, D>,
-                     {scratch_bytes<D, tile_task<D>>, scratch_bytes<D, decode_task<D>>, nullptr},
-                     multiply_adds<typename D::real>,
-                     flops_of_turn<typename D::real>,
-                     0,
-                     0};
+  dtype_kernels k{};
+#if !MH_UNIT_ALONE
+  k = {{attention_tile<D>, attention_decode<D>, nullptr},
+       attention_weights<D>,
+       merge_rows<D, D>,
+       merge_rows<Real, D>,
+       {scratch_bytes<D, tile_task<D>>, scratch_bytes<D, decode_task<D>>, nullptr},
+       multiply_adds<typename D::real>,
+       flops_of_turn<typename D::real>,
+       0,
+       0};
+#endif
 #if MH_MATRIX
   if constexpr (takes_unit<D>()) {
     k.attention[route_matrix] = attention_matrix<D>;
@@ -67,7 +80,11 @@ constexpr kernel_table table = {MH_TEXT(MH_ISA),
 #undef MH_DTYPE_ROW
                                 },
                                 {static_cast<int32_t>(linear_width<float>), static_cast<int32_t>(linear_width<double>)},
+#if MH_UNIT_ALONE
+                                {},
+#else
                                 {linear_task<float>, linear_task<double>},
+#endif
                                 linear_unit,
                                 read_memory};
 

@@ -433,7 +433,7 @@ struct matrix_task {
       kernel_task rows = task;
       rows.row_begin = task.row_begin + i * width;
       rows.row_end = min_of(rows.row_begin + width, task.row_end);
-      tile_task<D>(c, rows).run();
+      c.tile(&c, &rows);
     }
   }
 };
