@@ -160,7 +160,8 @@ void check_products(uint16_t (*narrow)(float)) {
         a_columns[i * part + (k / 2 * rows + m) * 2 + k % 2] = a[i * part + m * sums + k];
     }
   }
-  std::vector<unit_a> ways = {{a_packed.get(), part, rows * unit_step, unit_step}};
+  std::vector<unit_a> ways;
+  if (!unit_takes_columns) ways.push_back({a_packed.get(), part, rows * unit_step, unit_step});
   if (unit_takes_memory) ways.push_back({a.get(), part, unit_step, sums});
   if (unit_takes_columns) ways.push_back({a_columns.get(), part, rows * unit_step, 2, 2 * rows});
   for (const unit_terms& terms : {unit_terms{1, {1}}, unit_terms{1, {2}}, unit_terms{2, {2, 1}}, unit_terms{2, {2, 2}},

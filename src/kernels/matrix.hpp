@@ -76,11 +76,11 @@ struct matrix_task {
   }
 
   // With one part half a tile's scores and weights stay in the first-level cache, and panels find others to work beside
-  // sooner: 512 and 1024 tokens, heads of 64, 1.07 to 1.1 times as fast, 128 tokens 1.06, heads of 32 1.18. With large
+  // sooner. AMX: 512 and 1024 tokens, heads of 64, 1.07 to 1.1 times as fast, 128 tokens 1.06, heads of 32 1.18. With large
   // heads and more parts the values' sums, which go to memory and back with each job, take more: heads of 128 0.87 to
-  // 1.0, f32 with heads of 64 0.96 to 1.04, f16 in two bf16 0.91 to 1.0.
+  // 1.0, f32 with heads of 64 0.96 to 1.04, f16 in two bf16 0.91 to 1.0. VDPBF16PS on Zen 4: heads of 64 0.98.
   static int64_t keys_of_job(const kernel_call& c) {
-    return values::parts == 1 && c.v_dim <= 96 ? c.block_kv / 2 : c.block_kv;
+    return values::parts == 1 && c.v_dim <= 96 && !unit_takes_columns ? c.block_kv / 2 : c.block_kv;
   }
 
   static void carve(carver& from, const kernel_call& c, tile_scratch<T>& scratch, uint32_t*& weights) {

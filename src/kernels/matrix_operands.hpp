@@ -160,6 +160,7 @@ struct matrix_operands {
       }
     }
     keys = {k, dim_steps * step_size, step_size, unit_step};
+    if (unit_takes_columns) keys = {k, dim_steps * step_size, unit_step, dim_steps * unit_step};
     for (int64_t key = 0; key < round_up(end - begin, unit_step); ++key) {
       const storage* row = begin + key < end ? from + (begin + key) * c.k_strides[2] : nullptr;
       if (row != nullptr) ask(row + 16 * c.k_strides[2], c.k_strides, 1, c.head_dim);
@@ -171,7 +172,10 @@ struct matrix_operands {
           take(seen, x);
           split_pairs<D, typename values::format>(x, part);
 #pragma GCC unroll 3
-          for (int n = 0; n < parts; ++n) put_row(k + (n * dim_steps + step) * step_size, key, d, part[n]);
+          for (int n = 0; n < parts; ++n) {
+            uint16_t* const to = k + n * keys.part + step * keys.step;
+            unit_takes_columns ? put_row(to + key * keys.row, 0, d, part[n]) : put_row(to, key, d, part[n]);
+          }
         }
       }
     }

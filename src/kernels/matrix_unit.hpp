@@ -38,7 +38,7 @@ struct unit_a {
   const uint16_t* base;
   int64_t part, step;  // distances, in elements
   int64_t row;         // from one row to the next: unit_step in packed blocks, others only with unit_takes_memory
-  int64_t pair = 2;    // from one pair along the sum to the next: others only with unit_takes_columns
+  int64_t pair = 2;    // from one pair along the sum to the next, with unit_takes_columns: steps lie no further apart
 };
 
 struct unit_b {
@@ -246,16 +246,20 @@ class matrix_unit {
                          int64_t c_stride, bool add, Meanwhile meanwhile) const {
     for (int i = 0; i < terms.a_parts; ++i) {
       for (int j = 0; j < terms.b_parts[i]; ++j) {
-        unit_a at = a;
-        at.base += i * a.part;
-        unit_b bt = b;
-        bt.base += j * b.part;
-        float* to = c;
+        stretch at{reinterpret_cast<const char*>(a.base + i * a.part),
+                   2 * a.row,
+                   2 * a.pair,
+                   reinterpret_cast<const char*>(b.base + j * b.part),
+                   (size.sums + 1) / 2,
+                   c,
+                   c_stride};
         int64_t left = size.rows;
         const auto next = [&]<int M>() MH_INLINE_LAMBDA {
-          rows<M>(at, bt, size.sums, to, c_stride, add);
-          at.base += M * a.row;
-          to += M * c_stride;
+          const auto run = [&]<bool Add>()
+                               MH_INLINE_LAMBDA { M > 1 && at.pairs >= 2 ? rows<M, Add, 2>(at) : rows<M, Add, 0>(at); };
+          add ? run.template operator()<true>() : run.template operator()<false>();
+          at.a += M * at.row;
+          at.c += M * c_stride;
           left -= M;
           meanwhile();
         };
@@ -269,34 +273,61 @@ class matrix_unit {
   }
 
  private:
-  // M rows, of one part of each operand.
-  template <int M>
-  static MH_INLINE void rows(const unit_a& a, const unit_b& b, int64_t sums, float* c, int64_t c_stride, bool add) {
+  // Rows, of one part of each operand; distances of A in bytes.
+  struct stretch {
+    const char* a;
+    int64_t row, pair;
+    const char* b;
+    int64_t pairs;
+    float* c;
+    int64_t c_row;
+  };
+
+  // The first M of them. The `Last` pairs go row by row, each row stored before the next one is multiplied: with 24 stores
+  // after all of them Zen 4 multiplied nothing for the 48 cycles that they take, of 400 or 800.
+  // Not in line: the caller holds vectors too. Few arguments: what g++ 12 has no registers for it moves to others of vectors
+  // and back, in the queue of the multiply-adds.
+  template <int M, bool Add, int Last>
+  static __attribute__((noinline)) void rows(const stretch& of) {
+    const char *a = of.a, *b = of.b;
+    const int64_t row = of.row, pair = of.pair;
+    constexpr int half = (M + 1) / 2;
     __m512 sum[M][2];
 #pragma GCC unroll 12
     for (int m = 0; m < M; ++m) sum[m][0] = sum[m][1] = _mm512_setzero_ps();
-    const uint16_t* step = a.base;
-    const uint32_t* b_step = b.base;
-    for (; sums > 0; sums -= unit_step, step += a.step, b_step += b.step) {
-      const uint16_t* at = step;
-      const uint32_t* bt = b_step;
-      for (int64_t k = 0; k < min_of(sums, unit_step); k += 2, at += a.pair, bt += unit_rows) {
-        const auto left = reinterpret_cast<__m512bh>(_mm512_load_si512(bt));
-        const auto right = reinterpret_cast<__m512bh>(_mm512_load_si512(bt + 16));
+    const char* a_high = a + half * row;
+    const auto of_b = [&](int vector)
+                          MH_INLINE_LAMBDA { return reinterpret_cast<__m512bh>(_mm512_load_si512(b + vector * 64)); };
+    const auto times = [&](int m, int64_t from, __m512bh left, __m512bh right) MH_INLINE_LAMBDA {
+      int32_t x;
+      memcpy(&x, (m < half ? a : a_high) + m % half * row + from, sizeof(x));
+      const auto both = reinterpret_cast<__m512bh>(_mm512_set1_epi32(x));
+      sum[m][0] = _mm512_dpbf16_ps(sum[m][0], both, left);
+      sum[m][1] = _mm512_dpbf16_ps(sum[m][1], both, right);
+    };
+    for (int64_t n = of.pairs - Last; n > 0; --n) {
+      const __m512bh left = of_b(0), right = of_b(1);
 #pragma GCC unroll 12
-        for (int m = 0; m < M; ++m) {
-          int32_t pair;
-          memcpy(&pair, at + m * a.row, sizeof(pair));
-          const auto row = reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
-          sum[m][0] = _mm512_dpbf16_ps(sum[m][0], row, left);
-          sum[m][1] = _mm512_dpbf16_ps(sum[m][1], row, right);
-        }
-      }
+      for (int m = 0; m < M; ++m) times(m, 0, left, right);
+      a += pair;
+      a_high += pair;
+      b += 128;
+    }
+    float* c = of.c;
+    __m512bh left[Last + 1], right[Last + 1];
+#pragma GCC unroll 2
+    for (int k = 0; k < Last; ++k) {
+      left[k] = of_b(2 * k);
+      right[k] = of_b(2 * k + 1);
     }
 #pragma GCC unroll 12
     for (int m = 0; m < M; ++m) {
-      put(c + m * c_stride, sum[m][0], add);
-      put(c + m * c_stride + 16, sum[m][1], add);
+#pragma GCC unroll 2
+      for (int k = 0; k < Last; ++k) times(m, k * pair, left[k], right[k]);
+      put(c, sum[m][0], Add);
+      put(c + 16, sum[m][1], Add);
+      c += of.c_row;
+      asm volatile("" : "+r"(c)::"memory");  // else the compiler brings stores together, and takes all addresses before
     }
   }
   static MH_INLINE void put(float* c, __m512 x, bool add) {

@@ -39,13 +39,18 @@ inline constexpr int64_t unit_flops_of_turn = 2 * unit_rows * unit_rows * unit_s
 
 template <class Format>
 double unit_multiply_adds(int64_t turns) {
-  alignas(64) uint16_t a[unit_rows * unit_step] = {};
-  alignas(64) uint32_t b[unit_step / 2 * unit_rows] = {};
+  // Steps of a sum. Units that take columns go through memory step by step; others stay at one.
+  constexpr int64_t steps = unit_takes_columns ? 8 : 1, way = unit_takes_columns ? 1 : 0;
+  alignas(64) uint16_t a[steps * unit_rows * unit_step] = {};
+  alignas(64) uint32_t b[steps * unit_block] = {};
   alignas(64) float c[unit_rows * unit_rows] = {};
   asm volatile("" ::"r"(a), "r"(b) : "memory");  // they might be anything, for all the compiler knows
   const matrix_unit unit;
-  unit.product<Format>({a, 0, 0, unit_step}, {b, 0, 0}, {1, {1}}, {unit_rows, turns * unit_step}, c, unit_rows, true,
-                       [] {});
+  const int64_t at_once = unit_takes_columns ? steps : turns;
+  for (; turns > 0; turns -= at_once) {
+    unit.product<Format>({a, 0, way * unit_step, steps * unit_step}, {b, 0, way * unit_block}, {1, {1}},
+                         {unit_rows, min_of(turns, at_once) * unit_step}, c, unit_rows, true, [] {});
+  }
   return static_cast<double>(c[0]);
 }
 #endif
