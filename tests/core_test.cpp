@@ -521,6 +521,38 @@ TEST_CASE("the balance of more tasks than are played through is bounded") {
 
 // --- instruction sets ------------------------------------------------------------------------------------------------
 
+// Of tables whose kernels this CPU may lack: they are looked at, not called.
+TEST_CASE("an ISA with a matrix unit has the unit's kernels over those of another") {
+  std::map<std::string, kernel_table> by_name;
+  for (int32_t i = 0; i < isa_count(); ++i) by_name[isa_table(i)->isa] = *isa_table(i);
+  const auto check = [&](const std::string& isa, const std::string& under, std::vector<int32_t> of_unit, bool layer) {
+    if (!by_name.contains(isa)) return;
+    INFO(isa);
+    REQUIRE(by_name.contains(under));
+    const kernel_table &t = by_name[isa], &base = by_name[under];
+    CHECK((t.lanes == base.lanes && t.dtypes == base.dtypes && t.read == base.read));
+    CHECK((t.linear[0] == base.linear[0] && t.linear[1] == base.linear[1]));
+    CHECK(((t.linear_unit.run != nullptr) == layer));
+    for (int32_t i = 0; i < t.dtypes; ++i) {
+      const dtype_kernels &own = t.dtype[i], &other = base.dtype[i];
+      const bool on_unit = std::find(of_unit.begin(), of_unit.end(), i) != of_unit.end();
+      CAPTURE(i);
+      CHECK((own.attention[route_tile] != nullptr && own.attention[route_tile] == other.attention[route_tile]));
+      CHECK((own.attention[route_decode] != nullptr && own.attention[route_decode] == other.attention[route_decode]));
+      CHECK((own.weights == other.weights && own.merge == other.merge && own.merge_real == other.merge_real));
+      CHECK(((own.attention[route_matrix] != other.attention[route_matrix]) == on_unit));
+      CHECK(((own.attention[route_matrix] != nullptr) == (own.scratch_bytes[route_matrix] != nullptr)));
+      CHECK(((own.attention[route_matrix] != nullptr) == (own.matrix_rows > 0 && own.matrix_keys > 0)));
+      CHECK(((own.arithmetic != other.arithmetic) == (on_unit && i != MH_DTYPE_F32)));
+      CHECK(own.flops_of_turn > 0);
+    }
+  };
+  check("amx_fp16", "amx", {MH_DTYPE_F16}, true);
+  check("amx", "avx512", {MH_DTYPE_F32, MH_DTYPE_BF16, MH_DTYPE_F16}, true);
+  check("avx512_bf16", "avx512", {MH_DTYPE_BF16}, false);
+  check("neon_bf16", "neon", {MH_DTYPE_BF16}, false);
+}
+
 TEST_CASE("the ISA of new plans can be forced") {
   REQUIRE(isa_count() > 0);
   CHECK(isa_table(-1) == nullptr);

@@ -166,7 +166,8 @@ void check_products(uint16_t (*narrow)(float)) {
   if (unit_takes_columns) ways.push_back({a_columns.get(), part, rows * unit_step, 2, 2 * rows});
   for (const unit_terms& terms : {unit_terms{1, {1}}, unit_terms{1, {2}}, unit_terms{2, {2, 1}}, unit_terms{2, {2, 2}},
                                   unit_terms{3, {3, 2, 1}}}) {
-    for (const unit_extent& size : {unit_extent{rows, sums}, {rows, 66}, {27, 34}, {20, 32}, {15, 64}, {3, 2}}) {
+    for (const unit_extent& size :
+         {unit_extent{rows, sums}, {rows, 66}, {rows, 4}, {rows, 2}, {27, 34}, {20, 32}, {15, 64}, {3, 2}}) {
       const int64_t depth = round_up(size.sums, unit_grain.sums);
       std::vector<float> want(static_cast<size_t>(rows * rows));
       for (int64_t m = 0; m < rows; ++m) {
