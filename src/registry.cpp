@@ -25,11 +25,12 @@ namespace {
 struct isa_row {
   const char* name;
   cpu_level level;
-  const kernel_table* (*tables[3])() noexcept;  // the first is whole, the units of the others go over it
+  const kernel_table* (*kernels)() noexcept;
+  const kernel_table* (*over)() noexcept;  // whose kernels it has besides those of its unit; itself: it has all
 };
 
 constexpr isa_row built[] = {
-#define MH_ISA_ROW(name, level, ...) {#name, cpu_level::level, {__VA_ARGS__}},
+#define MH_ISA_ROW(name, level, over) {#name, cpu_level::level, name::kernels, over::kernels},
 #include "kernels/isa_list.inc"
 #undef MH_ISA_ROW
 };
@@ -59,10 +60,11 @@ void add_unit(kernel_table& t, const kernel_table& unit) {
 // The best on this CPU first: where the level below is faster, its row comes before.
 std::array<filled_row, row_count> in_order() {
   std::array<filled_row, row_count> order{};
-  for (size_t i = 0; i < order.size(); ++i) {
-    order[i] = {built[i], *built[i].tables[0]()};
-    for (const auto unit : {built[i].tables[1], built[i].tables[2]})
-      if (unit != nullptr) add_unit(order[i].table, *unit());
+  for (size_t i = order.size(); i-- > 0;) {  // what a row is over stands behind it
+    size_t from = i;
+    while (built[from].kernels != built[i].over) ++from;
+    order[i] = {built[i], from == i ? *built[i].kernels() : order[from].table};
+    if (from != i) add_unit(order[i].table, *built[i].kernels());
   }
   for (size_t i = 0; i + 1 < order.size(); ++i) {
     const int level = static_cast<int>(order[i].level);

@@ -114,13 +114,14 @@ def functions_of(objdump: str, archive: str) -> dict[str, list[Instruction]]:
 
 
 def innermost_loops(body: list[Instruction]) -> list[list[Instruction]]:
-    """What lies between the target of a jump backwards and the jump, with no other such loop inside, and no end of the
-    function: what is rare is put there, and jumps back."""
+    """What lies between the target of a jump backwards and the jump, with no other such loop inside. What is rare lies
+    behind the function's end and jumps back, always: that is none."""
     ends = [i.address for i in body if i.name == "ret"]
+    backwards = [i for i in body if i.jumps_to is not None and i.jumps_to <= i.address]
     spans = [
         (i.jumps_to, i.address)
-        for i in body
-        if i.jumps_to is not None and i.jumps_to <= i.address and not any(i.jumps_to < end < i.address for end in ends)
+        for i in backwards
+        if i.name not in ("jmp", "b") or not any(i.jumps_to < end < i.address for end in ends)
     ]
     inner = [(a, b) for a, b in spans if not any((c, d) != (a, b) and a <= c and d <= b for c, d in spans)]
     return [[i for i in body if a <= i.address <= b] for a, b in inner]

@@ -46,16 +46,22 @@ struct isa_row {
   kernel_table table;
   bool runs;
 };
+isa_row in_library(const char* name) {
+  for (int32_t i = 0; i < isa_count(); ++i)
+    if (std::string(isa_table(i)->isa) == name) return {name, *isa_table(i), isa_supported(i)};
+  kernel_table none{};
+  none.isa = "none in the library";
+  return {name, none, true};
+}
 // The library's, and the emulated ones, which any CPU runs.
-std::vector<isa_row> find_isa_rows() {
-  std::vector<isa_row> rows;
-  for (int32_t i = 0; i < isa_count(); ++i) rows.push_back({isa_table(i)->isa, *isa_table(i), isa_supported(i)});
-#define MH_ISA_ROW(name, level, table) rows.push_back({#name, *manyhead::table(), true});
+const std::vector<isa_row> isa_rows = {
+#define MH_ISA_ROW(name, ...) in_library(#name),
+#include "kernels/isa_list.inc"
+#undef MH_ISA_ROW
+#define MH_ISA_ROW(name, ...) {#name, *manyhead::name::kernels(), true},
 #include "kernels/isa_list_emulated.inc"
 #undef MH_ISA_ROW
-  return rows;
-}
-const std::vector<isa_row> isa_rows = find_isa_rows();
+};
 
 struct {
   std::vector<const kernel_table*> tables;  // those to test

@@ -35,7 +35,6 @@ constexpr bool takes_unit() {
   }
   return false;
 }
-
 #endif
 
 template <class D, class Real>

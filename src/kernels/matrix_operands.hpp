@@ -25,8 +25,8 @@ struct matrix_operands {
   const kernel_task& task;
   int64_t kv_head;
   int64_t dim_steps, v_rows, key_steps;  // head_dim in steps; v_dim rounded up; keys of a tile in steps
-  uint16_t* k;                           // [parts][dim_steps], blocks of block_kv rows
-  unit_a keys;                           // those, or K where it is
+  uint16_t* k;  // [parts][dim_steps], blocks of block_kv rows; or whole rows (unit_takes_columns)
+  unit_a keys;  // those, or K where it is
   uint16_t* v;  // [parts][key_steps], blocks of v_rows rows, or of 16 pairs of keys (unit_takes_columns)
 
   matrix_operands(const kernel_call& call, const kernel_task& t)
@@ -159,8 +159,8 @@ struct matrix_operands {
         return true;
       }
     }
-    keys = {k, dim_steps * step_size, step_size, unit_step};
-    if (unit_takes_columns) keys = {k, dim_steps * step_size, unit_step, dim_steps * unit_step};
+    keys = unit_takes_columns ? unit_a{k, dim_steps * step_size, unit_step, dim_steps * unit_step}
+                              : unit_a{k, dim_steps * step_size, step_size, unit_step};
     for (int64_t key = 0; key < round_up(end - begin, unit_step); ++key) {
       const storage* row = begin + key < end ? from + (begin + key) * c.k_strides[2] : nullptr;
       if (row != nullptr) ask(row + 16 * c.k_strides[2], c.k_strides, 1, c.head_dim);

@@ -13,8 +13,8 @@
 // AMX has eight tile registers of 16 x 64 bytes: 2 x 2 of results, 2 of A, 2 of B; four products of 16 cycles a step
 // against four loads of 8.
 //
-// VDPBF16PS adds the product of two pairs to each float of a vector. Register budget for 12 rows: 24 of results + 2 of B + 1
-// broadcast pair of A = 27 of 32; 24 VDPBF16PS against 14 loads, so that multiplying is the bound where two of each begin in
+// VDPBF16PS adds the product of two pairs to each float of a vector. Register budget for 12 rows: 24 of results + 2 of B (4 at
+// the end) + 1 broadcast pair of A = 27 (29) of 32; 24 VDPBF16PS against 14 loads, so that multiplying is the bound where two of each begin in
 // a cycle (Zen 5: twice the multiply-adds of FMA). A is read pair by pair, so that it may lie anywhere, V
 // need not be transposed, and no row and no pair is multiplied that is not there.
 //
