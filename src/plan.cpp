@@ -51,16 +51,20 @@ int64_t blocks(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
 int64_t dtype_bytes(int32_t dtype) { return dtype == MH_DTYPE_F64 ? 8 : dtype == MH_DTYPE_F32 ? 4 : 2; }
 
-// Whether the decode route is the faster one. It takes a row's time for each row, a part of which does not grow with the
-// head: sums of dot products' lanes. The tile route takes a vector of rows at a time, the second one for half as much.
-// Where they are even, measured in f32 with 2 to 24 rows, 4 to 512 keys and heads of 8 to 256 on AVX-512 and AVX2: heads
-// of 16 5 rows of 16 lanes and 4 of 8, of 32 9 and 5, of 64 13 and 7, of 128 15 and 8; the rule is within one row of that.
-// Up to 128 keys their number changes little, with 512 heads of 96 and more are even at 12 of 16 lanes. Vectors of 4 are
-// unmeasured: one of them at most.
+// So many rows take the decode route as long as a vector of rows alone takes the tile route. Decode takes a row's time for
+// each row, a part of which does not grow with the head: sums of dot products' lanes. Where the two are even, measured in
+// f32 with 2 to 24 rows, 4 to 512 keys and heads of 8 to 256 on AVX-512 and AVX2: heads of 16 5 rows of 16 lanes and 4 of
+// 8, of 32 9 and 5, of 64 13 and 7, of 128 15 and 8; the rule is within one row of that. Up to 128 keys their number changes
+// little, with 512 heads of 96 and more are even at 12 of 16 lanes. Vectors of 4 are unmeasured.
+double even_rows(const problem& p, int64_t lanes) {
+  const double dims = static_cast<double>(p.head_dim + p.v_dim) / 2, width = static_cast<double>(lanes);
+  return 1.21 * width * dims / (dims + 2.4 * width);
+}
+
+// Whether the decode route is the faster one. A second vector of rows takes the tile route half as long as the first.
 bool goes_to_decode(const problem& p, int64_t lanes) {
   const int64_t rows = p.group() * p.q_len;
-  const double dims = static_cast<double>(p.head_dim + p.v_dim) / 2, width = static_cast<double>(lanes);
-  const double even = 1.21 * width * dims / (dims + 2.4 * width);
+  const double even = even_rows(p, lanes);
   return rows <= most_decode_rows && static_cast<double>(rows) <= (rows > lanes && lanes > 4 ? 1.55 * even : even);
 }
 
@@ -86,14 +90,14 @@ bool goes_to_unit(const problem& p, const dtype_kernels& kernels, double pairs_o
   return used * of_tile_route > of_pairs + 22.7 * whole(p.kv_len) + 15.9 * whole(rows);
 }
 
-// Keys of a tile of the decode route. Scores, softmax and values of one or two rows of 64 keys are so short that each
+// Keys of a tile of the decode route, by rows. Scores, softmax and values of one or two rows of 64 keys are so short that each
 // waits for the one before; twice to four times as many keys are worth it as long as a tile of K or V is no larger than
 // the smallest L2 (in 16 bits, asked for into L1, than half of the smallest L1). f32, 256 keys: Zen 5 with AVX-512 1.06 to
 // 1.09 times as fast (512 keys 1.12), Zen 4 1.0 to 1.04 (512 the same), where nothing is asked for 1.05 to 1.1; AVX2 1.03
 // to 1.05. bf16, heads of 64, 128 keys: Zen 5 1.02 to 1.28. Three rows and more: 0.70 to 1.02.
-int64_t decode_keys(const problem& p) {
+int64_t decode_keys(const problem& p, int64_t rows) {
   int64_t keys = keys_of_tile[route_decode];
-  if (p.group() * p.q_len > 2) return keys;
+  if (rows > 2) return keys;
   const int64_t size = dtype_bytes(p.dtype), row_bytes = std::max(p.head_dim, p.v_dim) * size;
   const int64_t most_bytes = size == 2 ? 16 << 10 : 256 << 10;
   while (2 * keys <= most_tile_keys && 2 * keys * row_bytes <= most_bytes) keys *= 2;
@@ -152,6 +156,26 @@ bool needs_copy(const problem& p, route kernel, int64_t lanes) {
   const int64_t size = dtype_bytes(p.dtype);
   return p.group() * p.q_len >= copying_rows &&
          (crowds(p.k_strides[2], p.head_dim, size) || crowds(p.v_strides[2], p.v_dim, size));
+}
+
+// The last rows of a head where they would fill so little of a panel's last vector, or of the unit's last panel, that the
+// decode route does them sooner: of 17, 49 (windows of 7 x 7), 197 or 577 (images and their class) 1, 1, 5 and 1. On Zen 4,
+// 17 to 144 rows and heads of 32 to 128, f32 with AVX-512 1 row 1.23 to 1.33 times as fast as a vector of it, 4 rows 1.18 to
+// 1.27, 8 rows 1.04 to 1.23; AVX2 1 row 1.1 to 1.36, 4 rows 1.03 to 1.17; bf16 on VDPBF16PS, 129 rows 1.2, 136 1.06 to 1.14,
+// 577 1.05 to 1.07. They were even at 8, 12 and 14 rows of heads of 32, 64 and 128, on AVX2 at 4, 6 and 7. Elsewhere, where
+// a second vector costs less (two of 16 lanes are multiplied a cycle, or a unit of tiles), it is unmeasured: fewer rows, and
+// none of vectors of 4.
+int64_t last_rows_of(const plan& plan, int64_t lanes, cpu_core core) {
+  const problem& p = plan.p;
+  const bool matrix = plan.kernel == route_matrix;
+  const int64_t grain = matrix ? matrix_rows : lanes, rows = p.group() * p.q_len;
+  // Not by strides, on which no bit of a result depends.
+  if (plan.kernel == route_decode || plan.second_pass || shorter_than(p, lanes) || rows < grain || lanes == 4) return 0;
+  const bool measured = core == cpu_core::zen4 || plan.table->lanes == 8;
+  double most = (measured ? 0.75 : 0.5) * even_rows(p, lanes);
+  if (matrix && !measured) most = std::min(most, plan.table->dtype[p.dtype].matrix_rows / 3.0);
+  const int64_t last = rows % grain;
+  return static_cast<double>(last) <= most ? last : 0;
 }
 
 }  // namespace
@@ -268,6 +292,13 @@ kernel_call make_call(const plan& plan) {
 
 }  // namespace
 
+kernel_call last_call(const plan& plan, const kernel_call& of_panels) {
+  kernel_call c = of_panels;
+  c.block_kv = decode_keys(plan.p, plan.last_rows);
+  c.copy_kv = needs_copy(plan.p, route_decode, plan.table->lanes / (plan.p.is_f64() ? 2 : 1));
+  return c;
+}
+
 plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cpu_core core, int64_t l3_bytes) {
   plan plan{};
   plan.p = p;
@@ -288,8 +319,10 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cp
                 : has_unit && goes_to_unit(p, kernels, pairs) ? route_matrix
                 : goes_to_decode(p, lanes)                    ? route_decode
                                                               : route_tile;
-  plan.block_kv = plan.kernel == route_decode ? decode_keys(p) : keys_of_tile[plan.kernel];
+  plan.block_kv = plan.kernel == route_decode ? decode_keys(p, rows) : keys_of_tile[plan.kernel];
   plan.copy_kv = needs_copy(p, plan.kernel, lanes);
+  plan.last_rows = last_rows_of(plan, lanes, core);
+  const int64_t whole_rows = rows - plan.last_rows;  // those of panels
 
   const double kv_bytes = static_cast<double>(dtype_bytes(p.dtype)) * static_cast<double>(p.head_dim + p.v_dim) *
                           static_cast<double>(p.batch * p.kv_heads) * static_cast<double>(p.kv_len);
@@ -314,11 +347,11 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cp
     const int64_t row_bytes = (p.head_dim + p.v_dim) * real;
     const int64_t room = std::max<int64_t>(l2_bytes / 2 - plan.block_kv * row_bytes, 0);
     const int64_t most = std::clamp<int64_t>(room / (plan.panel_rows * row_bytes), 1, most_panels);
-    const int64_t panels = blocks(std::max<int64_t>(rows, 1), plan.panel_rows);
+    const int64_t panels = blocks(std::max<int64_t>(whole_rows, 1), plan.panel_rows);
     const int64_t block = blocks(panels, blocks(panels, most)) * plan.panel_rows;
-    plan.block_q = std::min(block, round_up(std::max<int64_t>(rows, 1), lanes));
+    plan.block_q = std::min(block, round_up(std::max<int64_t>(whole_rows, 1), lanes));
   }
-  plan.row_blocks = blocks(rows, plan.block_q);
+  plan.row_blocks = blocks(whole_rows, plan.block_q);
   // One task writes a query's mean over all heads, so it needs all of the query's rows.
   const bool whole_queries = p.has_output(MH_OUTPUT_MEAN_WEIGHTS);
   plan.second_block_q = whole_queries ? round_up(plan.block_q, p.group()) : plan.block_q;
@@ -338,7 +371,11 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cp
   plan.tiles_skipped = share_skipped(p, std::min(plan.block_q, plan.panel_rows), plan.block_kv);
 
   plan.call = make_call(plan);
-  plan.scratch_bytes = table.dtype[p.dtype].scratch_bytes[plan.kernel](&plan.call, plan.block_q * plan.heads_at_once);
+  plan.scratch_bytes = kernels.scratch_bytes[plan.kernel](&plan.call, plan.block_q * plan.heads_at_once);
+  if (plan.last_rows > 0) {
+    const kernel_call last = last_call(plan, plan.call);
+    plan.scratch_bytes = std::max(plan.scratch_bytes, kernels.scratch_bytes[route_decode](&last, plan.last_rows));
+  }
   constexpr int64_t state_bytes = 2 * sizeof(double);
   const int64_t all_rows = p.batch * p.heads * p.q_len;
   plan.partial_out_bytes = plan.chunks > 1 ? round_up(plan.chunks * all_rows * p.v_dim * real, 64) : 0;
@@ -370,7 +407,7 @@ std::string as_json(const plan& plan, const schedule& order, int64_t threads) {
   out.raw("{").key("problem").value(to_text(plan.p).text).key("kernel").value(kernel_name(plan).c_str());
   out.key("isa").value(plan.table->isa).key("dtype").value(dtype_name(plan.p.dtype));
   out.key("block_q").value(plan.block_q).key("block_kv").value(plan.block_kv);
-  out.key("row_blocks").value(plan.row_blocks).key("chunks").value(plan.chunks);
+  out.key("row_blocks").value(plan.row_blocks).key("last_rows").value(plan.last_rows).key("chunks").value(plan.chunks);
   out.key("chunk_keys").value(plan.chunk_keys).key("tasks").value(order.tasks());
   out.key("copies_kv").value(plan.copy_kv).key("second_pass").value(plan.second_pass);
   out.key("scratch_bytes_per_thread").value(plan.scratch_bytes).key("shared_bytes").value(plan.shared_bytes);
@@ -385,11 +422,11 @@ std::string as_text(const plan& plan, const schedule& order, int64_t threads) {
   const auto yes = [](bool x) { return x ? "yes" : "no"; };
   const auto digits = [](double x, int count) { return std::string(number_text(x, count).digits); };
   add(": ", kernel_name(plan), " (", plan.table->isa, ", ", dtype_name(plan.p.dtype), "), block_q ", plan.block_q,
-      ", block_kv ", plan.block_kv, ", row_blocks ", plan.row_blocks, ", chunks ", plan.chunks, " of ", plan.chunk_keys,
-      " keys, tasks ", order.tasks(), ", copies_kv ", yes(plan.copy_kv), ", second_pass ", yes(plan.second_pass),
-      ", workspace ", plan.scratch_bytes, " per thread + ", plan.shared_bytes, ", ", digits(plan.flops, 4), " flops, ",
-      digits(plan.bytes, 4), " bytes, tiles skipped ", digits(plan.tiles_skipped, 3), ", threads ", threads,
-      ", balance ", digits(order.balance(), 4));
+      ", block_kv ", plan.block_kv, ", row_blocks ", plan.row_blocks, ", last rows ", plan.last_rows, ", chunks ",
+      plan.chunks, " of ", plan.chunk_keys, " keys, tasks ", order.tasks(), ", copies_kv ", yes(plan.copy_kv),
+      ", second_pass ", yes(plan.second_pass), ", workspace ", plan.scratch_bytes, " per thread + ", plan.shared_bytes,
+      ", ", digits(plan.flops, 4), " flops, ", digits(plan.bytes, 4), " bytes, tiles skipped ",
+      digits(plan.tiles_skipped, 3), ", threads ", threads, ", balance ", digits(order.balance(), 4));
   return text;
 }
 

@@ -20,6 +20,7 @@ struct plan {
   route kernel;
   int64_t block_q;                            // rows of a task (see kernel_api.hpp for rows)
   int64_t row_blocks;                         // tasks along the rows
+  int64_t last_rows;                          // of a head: those of its last task that take the decode route
   int64_t panel_rows;                         // rows that a kernel works on together, the grain of tasks
   int64_t block_kv;                           // keys of a tile
   int64_t heads_at_once;                      // most kv heads of a task
@@ -57,6 +58,9 @@ extern const char* const route_names[route_count];
 plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cpu_core core = cpu_core{},
                int64_t l3_bytes = 0);
 plan make_plan(const problem& p, const kernel_table& table, const machine& m);
+
+// What the decode route is told of last_rows where panels are told this.
+kernel_call last_call(const plan& plan, const kernel_call& of_panels);
 
 // The keys [begin, end) that query i may attend, as far as the problem says without its tensors.
 std::pair<int64_t, int64_t> key_range(const problem& p, int64_t i);

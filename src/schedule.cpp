@@ -47,7 +47,7 @@ schedule::schedule(const plan& plan, int64_t workers) : plan_(plan), workers_(st
   together_ = blocks(kv_heads, blocks(kv_heads, at_once));
   entry_heads_ = blocks(kv_heads, together_);
   heads_ = plan.p.batch * entry_heads_;
-  const int64_t rows = plan.p.group() * plan.p.q_len, panel = plan.panel_rows;
+  const int64_t rows = plan.p.group() * plan.p.q_len - plan.last_rows, panel = plan.panel_rows;
   const int64_t all_panels = heads_ * blocks(rows, panel) * plan.chunks;
   const int64_t block_panels = blocks(plan.block_q, panel);
   const auto cut = [&](int64_t most) {
@@ -85,7 +85,8 @@ void schedule::put_rows(int64_t position, kernel_task& t) const {
   t.row_block = plan_.row_blocks > 1 ? std::min(piece / block_pieces_, plan_.row_blocks - 1) : 0;
   piece -= t.row_block * block_pieces_;
   const int64_t block_begin = t.row_block * plan_.block_q;
-  const int64_t rows = std::min(plan_.block_q, plan_.p.group() * plan_.p.q_len - block_begin);
+  const int64_t all_rows = plan_.p.group() * plan_.p.q_len, whole = all_rows - plan_.last_rows;
+  const int64_t rows = std::min(plan_.block_q, whole - block_begin);
   // Kernels whose widest panel is three vectors cut the last four vectors of rows into two and two (panel_vectors):
   // where a border would leave one vector, it lies one vector before.
   const auto border = [&](int64_t i) {
@@ -95,6 +96,7 @@ void schedule::put_rows(int64_t position, kernel_task& t) const {
   };
   t.row_begin = block_begin + border(piece);
   t.row_end = block_begin + border(piece + 1);
+  if (t.row_end == whole) t.row_end = all_rows;
 }
 
 void schedule::put_heads(int64_t head, kernel_task& t) const {
@@ -117,14 +119,16 @@ double schedule::cost_of(int64_t position) const {
   const problem& p = plan_.p;
   const int64_t panel = plan_.panel_rows, lanes = lanes_of(plan_);
   const int64_t chunk_begin = t.chunk * plan_.chunk_keys, chunk_end = chunk_begin + plan_.chunk_keys;
+  const int64_t last = t.row_end == p.group() * p.q_len ? plan_.last_rows : 0, whole = t.row_end - last;
   double cost = 0;
-  for (int64_t row = t.row_begin; row < t.row_end; row += panel) {
-    const int64_t end = std::min(row + panel, t.row_end);
+  for (int64_t row = t.row_begin; row < t.row_end;) {
+    const int64_t end = row < whole ? std::min(row + panel, whole) : t.row_end;
     const int64_t last_key = key_range(p, (end - 1) / p.group()).second;
     const int64_t keys = std::min(p.extra_keys > 0 ? p.kv_len : last_key, chunk_end) -
                          std::max(key_range(p, row / p.group()).first, chunk_begin);
-    cost += static_cast<double>(blocks(end - row, lanes) * lanes) *
-            static_cast<double>(std::max<int64_t>(keys, 0) + row_cost_keys);
+    const int64_t rows = row < whole ? blocks(end - row, lanes) * lanes : 3 * last / 2;
+    cost += static_cast<double>(rows) * static_cast<double>(std::max<int64_t>(keys, 0) + row_cost_keys);
+    row = end;
   }
   return cost;
 }

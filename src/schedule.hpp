@@ -21,7 +21,8 @@ class schedule {
   double balance() const;
 
   // Costs of the tasks in the order in which they are taken: the (row, key) pairs that their panels compute, whole
-  // vectors of rows, plus what a row costs whatever its keys. The unit is a pair.
+  // vectors of rows, plus what a row costs whatever its keys; one and a half times as much for each of the plan's
+  // last_rows. The unit is a pair.
   std::vector<double> costs() const;
 
  private:

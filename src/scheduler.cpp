@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <optional>
 
 #include "error.hpp"
 #include "pool.hpp"
@@ -235,20 +236,18 @@ void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec, const
   const default_fp_state fp;
   const problem& p = plan.p;
   const dtype_kernels& kernels = plan.table->dtype[p.dtype];
-  kernel_call c = plan.call;
-  set_tensors(c, tensors);
 
   const int64_t threads =
       plan.is_short() ? 1 : std::min<int64_t>(thread_count(plan, exec.threads), usable_threads(exec));
   workspace memory(workspace_bytes(plan, exec.threads), exec);
   const watched_call watched(plan, threads, within);
-  c.partial_out = plan.partial_out_bytes > 0 ? memory.take(plan.partial_out_bytes) : nullptr;
-  const auto states = [&](int64_t bytes) {
-    return bytes > 0 ? reinterpret_cast<double*>(memory.take(bytes)) : nullptr;
-  };
-  c.partial_states = states(plan.partial_state_bytes);
-  c.row_states = states(plan.row_state_bytes);
-  c.column_partials = plan.column_bytes > 0 ? memory.take(plan.column_bytes) : nullptr;
+  const auto some = [&](int64_t bytes) { return bytes > 0 ? memory.take(bytes) : nullptr; };
+  kernel_call c = plan.call;
+  set_tensors(c, tensors);
+  c.partial_out = some(plan.partial_out_bytes);
+  c.partial_states = reinterpret_cast<double*>(some(plan.partial_state_bytes));
+  c.row_states = reinterpret_cast<double*>(some(plan.row_state_bytes));
+  c.column_partials = some(plan.column_bytes);
   char* const slots = memory.take(0);
   const int64_t slot_bytes = round_up(plan.scratch_bytes, 64);
 
@@ -260,6 +259,8 @@ void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec, const
 
   // Tasks of a decode step in runs: each waits for the first rows of its keys, unless the one before asked for them.
   const schedule order(plan, threads);
+  std::optional<kernel_call> last;  // of a task's rows, those that take the decode route
+  if (plan.last_rows > 0) last = last_call(plan, c);
   for_each(
       order.tasks(), threads, exec, watched, phase_count,
       [&](const turn& now) {
@@ -268,7 +269,14 @@ void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec, const
         const kernel_task following = now.next >= 0 ? order.at(now.next) : kernel_task{};
         t.next = now.next >= 0 ? &following : nullptr;
         t.clock = now.watched->clock_of(t);
+        const bool has_last = last && t.row_end == c.rows;
+        if (has_last) t.row_end -= plan.last_rows;
         kernels.attention[plan.kernel](&c, &t);
+        if (!has_last) return;
+        t.row_begin = t.row_end;
+        t.row_end = c.rows;
+        t.next = nullptr;
+        kernels.attention[route_decode](&*last, &t);
       },
       step_of(plan, order.tasks(), threads), plan.kernel == route_decode);
   if (plan.chunks > 1) merge_chunks(plan, c, threads, exec, watched);

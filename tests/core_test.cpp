@@ -191,7 +191,9 @@ TEST_CASE("a plan covers its problem") {
         CHECK(describe(a, true) == describe(make_plan(p, *table, cache), true));  // same input, same plan
         const int64_t rows = p.group() * p.q_len;
         CHECK((a.block_q >= 1 && a.block_kv >= 1 && a.chunks >= 1));
-        CHECK((a.row_blocks * a.block_q >= rows && (a.row_blocks - 1) * a.block_q < std::max<int64_t>(rows, 1)));
+        const int64_t whole = rows - a.last_rows;
+        CHECK((a.last_rows >= 0 && (a.last_rows == 0 || whole > 0) && a.last_rows <= most_decode_rows));
+        CHECK((a.row_blocks * a.block_q >= whole && (a.row_blocks - 1) * a.block_q < std::max<int64_t>(whole, 1)));
         CHECK(a.chunk_keys % a.block_kv == 0);
         CHECK((a.chunks * a.chunk_keys >= p.kv_len && (a.chunks - 1) * a.chunk_keys < std::max<int64_t>(p.kv_len, 1)));
         CHECK(a.tasks == p.batch * p.kv_heads * a.row_blocks * a.chunks);
@@ -373,6 +375,36 @@ TEST_CASE("skipped tiles and attended pairs are counted right") {
 
 // --- the schedule ----------------------------------------------------------------------------------------------------
 
+TEST_CASE("the last rows of a head take the decode route where they would fill little of a panel") {
+  const auto last_rows = [](const kernel_table* table, const std::string& line, cpu_core core = cpu_core::other) {
+    return make_plan(problem_of(line), *table, l2, core).last_rows;
+  };
+  for (const kernel_table* table : tables()) {
+    CAPTURE(table->isa);
+    const int64_t lanes = table->lanes, one = lanes > 4 ? 1 : 0;
+    const auto f32 = [&](int64_t q, const char* more) { return "f32 b2 h4 q" + std::to_string(q) + " kv60" + more; };
+    CHECK(last_rows(table, f32(3 * lanes + 1, " d64")) == one);
+    CHECK(last_rows(table, f32(3 * lanes, " d64")) == 0);
+    CHECK(last_rows(table, f32(4 * lanes - 1, " d64")) == 0);
+    // Of groups the rows count, not the queries.
+    CHECK(last_rows(table, "f32 b2 h12/4 q" + std::to_string(lanes + 1) + " kv60 d64") == 3 * one);
+    // The second pass must sum scores as the first one did; rows shorter than a vector would be copied once more.
+    CHECK(last_rows(table, f32(3 * lanes + 1, " d64 weights")) == 0);
+    CHECK(last_rows(table, f32(3 * lanes + 1, " d64 lse")) == one);
+    CHECK(last_rows(table, f32(3 * lanes + 1, " d3")) == 0);
+    if (lanes == 16) {
+      for (const int64_t few : {1, 5, 6, 7, 9, 10, 15}) {
+        CHECK(last_rows(table, f32(48 + few, " d64")) == (few <= 6 ? few : 0));
+        CHECK(last_rows(table, f32(48 + few, " d64"), cpu_core::zen4) == (few <= 9 ? few : 0));
+      }
+    }
+    if (table->dtype[MH_DTYPE_BF16].attention[route_matrix] != nullptr) {
+      CHECK(last_rows(table, "bf16 b1 h4 q97 kv97 d64") == one);
+      CHECK(last_rows(table, "bf16 b1 h4 q112 kv112 d64") == 0);
+    }
+  }
+}
+
 TEST_CASE("a schedule cuts row blocks at the borders of their panels, and covers each row once") {
   for (const kernel_table* table : tables()) {
     const int64_t lanes = table->lanes;
@@ -381,11 +413,11 @@ TEST_CASE("a schedule cuts row blocks at the borders of their panels, and covers
            {" kv20 d64", " kv300 d64", " kv300 d64 causal align=tl", " kv4000 d64 causal align=br"}) {
         const problem p = problem_of("f32 b2 h6/3 q" + std::to_string(q) + options);
         const plan plan = make_plan(p, *table, l2);
-        const int64_t rows = p.group() * q, panel = plan.panel_rows;
+        const int64_t rows = p.group() * q, whole = rows - plan.last_rows, panel = plan.panel_rows;
         // Where the panels of an uncut block begin: the widest ones, but the last four vectors as two and two.
         std::vector<bool> borders(static_cast<size_t>(rows + 1));
-        for (int64_t block = 0; block < rows; block += plan.block_q) {
-          const int64_t end = std::min(block + plan.block_q, rows);
+        for (int64_t block = 0; block < whole; block += plan.block_q) {
+          const int64_t end = std::min(block + plan.block_q, whole);
           for (int64_t row = block; row < end;) {
             borders[static_cast<size_t>(row)] = true;
             const int64_t vectors = (end - row + lanes - 1) / lanes;
@@ -401,7 +433,8 @@ TEST_CASE("a schedule cuts row blocks at the borders of their panels, and covers
             const int64_t heads = t.kv_head_end - t.kv_head_begin;
             REQUIRE((t.batch >= 0 && t.batch < 2 && t.kv_head_begin >= 0 && heads >= 1 && t.kv_head_end <= 3 &&
                      heads <= plan.heads_at_once && t.chunk >= 0 && t.chunk < plan.chunks));
-            REQUIRE((t.row_begin < t.row_end && t.row_end <= rows && t.row_end - t.row_begin <= plan.block_q));
+            REQUIRE((t.row_begin < t.row_end && t.row_begin < whole && t.row_end <= rows &&
+                     std::min(t.row_end, whole) - t.row_begin <= plan.block_q));
             CHECK(borders[static_cast<size_t>(t.row_begin)]);
             for (int64_t head = t.kv_head_begin; head < t.kv_head_end; ++head) {
               for (int64_t row = t.row_begin; row < t.row_end; ++row)
