@@ -373,6 +373,17 @@ void check_product() {
       for (int64_t m = 0; m <= rows; ++m)
         CHECK(std::equal(whole_c.get() + m * used, whole_c.get() + (m + 1) * used, c.get() + m * width));
       CHECK(std::equal(whole_top.get(), whole_top.get() + used, top.get()));
+      // Rows of A that would share a set of L1, for which tiles may be smaller: the same bits.
+      constexpr int64_t apart = set_stride / static_cast<int64_t>(sizeof(T));
+      std::vector<T> far(static_cast<size_t>((rows + 1) * apart));
+      for (int64_t m = 0; m < rows; ++m) std::copy_n(a.data() + m * (depth + 3), depth, far.data() + m * apart);
+      std::fill_n(whole_c.get(), rows * used, T(4));
+      std::fill_n(whole_top.get(), used, T(0.5));
+      product<product_mode::set_max, NV>(by_rows<T>{far.data(), apart}, whole_panel<const T, NV>{whole_b.get()}, rows,
+                                         depth, whole_panel<T, NV>{whole_c.get()}, whole_top.get());
+      for (int64_t m = 0; m <= rows; ++m)
+        CHECK(std::equal(whole_c.get() + m * used, whole_c.get() + (m + 1) * used, c.get() + m * width));
+      CHECK(std::equal(whole_top.get(), whole_top.get() + used, top.get()));
       // By columns, adding: what was there plus the product.
       const by_columns<T> in_columns{a.data(), rows + 1};
       if (static_cast<size_t>(depth * (rows + 1)) > a.size()) continue;
