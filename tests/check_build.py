@@ -81,6 +81,8 @@ JUMP = re.compile(r"j\w+|b(\.\w+)?|cbn?z|tbn?z")
 VECTOR = re.compile(r"[xyz]mm\d|\b[vq]\d")  # not d8 to d15, which AArch64 functions save and restore
 PRODUCT = re.compile(r"product<.*?product_mode\)(\d), (\d+), (float|double)")
 REST = re.compile(r"product_rest<.*?product_mode\)\d, \d+, (\d+), (float|double)")  # tiles of any number of rows
+ROW_VALUES = re.compile(r"\brow_values<(float|double)")  # src/kernels/row_values.hpp: 8 rows of 3 vectors and fewer
+ROW_VALUES_FMAS = {"avx512": 24}
 
 
 class Instruction(NamedTuple):
@@ -163,6 +165,7 @@ def check_loops(objdump: str, archive: str) -> list[str]:
     isa = Path(archive).name.removeprefix("libmh_").removesuffix(".a")
     functions = functions_of(objdump, archive)
     wrong, seen = check_unit_loops(isa, functions) + check_calls(isa, functions), set()
+    values: set[str] = set()
     if isa not in TILE_ROWS:
         return wrong
     for name, body in functions.items():
@@ -170,6 +173,14 @@ def check_loops(objdump: str, archive: str) -> list[str]:
             loops = [loop for loop in innermost_loops(body) if any(i.is_fma for i in loop)]
             spills = [i for loop in loops for i in loop if i.spills(frame_of(body))]
             wrong += [f"{isa}: a vector on the stack in {match[0]}: {i.name} {i.operands}" for i in spills]
+        if match := ROW_VALUES.search(name):
+            loops = [loop for loop in innermost_loops(body) if any(i.is_fma for i in loop)]
+            most = max(sum(i.is_fma for i in loop) for loop in loops)
+            if most == 0 or most % ROW_VALUES_FMAS[isa]:
+                wrong.append(f"{isa}: the largest loop of {match[0]} has {most} FMAs, must be a multiple of 24")
+            spills = [i for loop in loops for i in loop if i.spills(frame_of(body))]
+            wrong += [f"{isa}: a vector on the stack in {match[0]}: {i.name} {i.operands}" for i in spills]
+            values.add(match[1])
         match = PRODUCT.search(name)
         if not match:
             continue
@@ -186,6 +197,8 @@ def check_loops(objdump: str, archive: str) -> list[str]:
         frame = frame_of(body)
         spills = [i for loop in loops for i in loop if i.spills(frame) and match[1] != ADD_SIGNED]
         wrong += [f"{what}: a vector on the stack in a loop: {i.name} {i.operands}" for i in spills]
+    if isa in ROW_VALUES_FMAS and values != {"float", "double"}:
+        wrong.append(f"{isa}: row_values of {sorted(values)} alone")
     for vectors in TILE_ROWS[isa]:
         wrong += [
             f"{isa}: no product of {vectors} vectors of {real}"

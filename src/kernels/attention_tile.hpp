@@ -3,9 +3,11 @@
 //
 //   for each key tile { for each panel { pack Q^T the first time; S^T = K Q^T; passes; softmax; O^T += V^T P^T } }
 //   divide, store
+//
+// Panels whose keys all lie in one tile are done with it: O = P V (row_values.hpp).
 #pragma once
 
-#include "panel.hpp"
+#include "row_values.hpp"
 
 namespace manyhead::MH_ISA {
 namespace {
@@ -22,6 +24,8 @@ struct tile_task {
   int64_t kv_head;
   int64_t panels = 0;
   panel<T> p[most_panels];
+  enum class written : uint8_t { not_yet, finite, not_finite };
+  written results[most_panels];  // of panels whose results did not wait for the end
   tile_scratch<T> scratch;
   lines_ahead ahead;
 
@@ -92,6 +96,15 @@ struct tile_task {
     }
     lap(task.clock, phase_softmax);
     ask_for_next(i, tile);
+    if constexpr (has_row_values) {
+      if (!careful && t.begin == clip.begin && t.end == clip.end && pays_by_rows<T>(c.v_dim)) {
+        const bool finite =
+            write_row_values<D>(c, task, kv_head, x, t, scratch.scores, tile.v.after(t.begin - tile.begin));
+        results[i] = finite ? written::finite : written::not_finite;
+        lap(task.clock, phase_values);
+        return;
+      }
+    }
     const auto add_values = [&]<product_mode Mode>(const auto& reached) MH_INLINE_LAMBDA {
       product<Mode, NV>(tile.v.after(t.begin - tile.begin), whole_panel<const T, NV>{scratch.scores}, c.v_dim, t.keys(),
                         whole_panel<T, NV>{x.out}, scratch.tile_max, &ahead, reached);
@@ -116,6 +129,7 @@ struct tile_task {
     for (int64_t i = first; i < last; ++i) {
       panel<T>& x = p[i];
       clear_panel(x);
+      results[i] = written::not_yet;
       x.started = careful;  // its products always add
       if (careful) memset(x.out, 0, static_cast<size_t>(c.v_dim * x.width()) * sizeof(T));
       begin = min_of(begin, x.clip().begin);
@@ -169,7 +183,8 @@ struct tile_task {
     // NaN or inf in a value that some row of the tile may not attend, or sums that ran over the largest float, show
     // here, and only then is the panel done again with care. A result that really is not finite comes out the same.
     for (int64_t i = 0; i < panels; ++i) {
-      const bool finite = finish_panel<D>(c, task, kv_head, p[i], false);
+      const bool finite = results[i] == written::not_yet ? finish_panel<D>(c, task, kv_head, p[i], false)
+                                                         : results[i] == written::finite;
       lap(task.clock, phase_store);
       if (finite) continue;
       attend_all(i, i + 1, true);

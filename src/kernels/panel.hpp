@@ -435,11 +435,40 @@ class finite_check {
     const vec<T> sum = xsimd::fma(x, vec<T>(T(0)), a_);
     a_ = b_, b_ = c_, c_ = d_, d_ = sum;  // names, once a loop is unrolled; moves between registers where it is not
   }
-  MH_INLINE bool passed() const { return xsimd::all((a_ + b_) + (c_ + d_) == vec<T>(T(0))); }
+  MH_INLINE vec<T> sum() const { return (a_ + b_) + (c_ + d_); }
+  MH_INLINE bool passed() const { return passed(sum()); }
+  static MH_INLINE bool passed(vec<T> sums) { return xsimd::all(sums == vec<T>(T(0))); }
 
  private:
   vec<T> a_{T(0)}, b_{T(0)}, c_{T(0)}, d_{T(0)};
 };
+
+// Of the rows of a panel's vector at l0, from r on: what each is multiplied with, and in `place` where it goes. Their states
+// and lse are written. undo: 1 but after weighing with care.
+template <class D>
+MH_INLINE vec<typename D::real> end_rows(const kernel_call& c, const kernel_task& task, int64_t kv_head,
+                                         const panel<typename D::real>& x, int64_t l0, double undo, row_walk<char>& r,
+                                         void** place) {
+  using T = typename D::real;
+  constexpr int64_t w = lanes<T>;
+  const bool ends = ends_count(c);
+  const vec<T> sum = vec<T>::load_aligned(x.row_sum + l0);
+  const vec<T> factors = xsimd::select(sum == vec<T>(T(0)), vec<T>(T(0)), vec<T>(T(undo)) / sum);
+  alignas(64) T factor[w];
+  factors.store_aligned(factor);
+  const int64_t count = min_of(w, x.count - l0);
+  for (int64_t l = 0; l < count; ++l, r.step(c)) {
+    place[l] = r.at;
+    if (!ends) continue;
+    const int64_t head = kv_head * c.group + r.of.member;
+    const T multiplied = x.row_sum[l0 + l], total = x.row_total[l0 + l];
+    const row_end e = finish_row<T>(x.row_max[l0 + l], total, c.exp_scale, sink_of<T>(c, head, task.chunk));
+    const double rounding = total == multiplied ? 1.0 : static_cast<double>(total) / static_cast<double>(multiplied);
+    if (c.sinks != nullptr) factor[l] = static_cast<T>(e.factor * undo * rounding);
+    write_state<T>(c, task.batch, head, r.of.query, task.chunk, e);
+  }
+  return c.sinks != nullptr ? load(factor) : factors;
+}
 
 // Divides, transposes and stores a panel. False: something is not finite.
 template <class D>
@@ -453,26 +482,11 @@ __attribute__((noinline)) bool finish_panel(const kernel_call& c, const kernel_t
   const bool in_pairs = pairs && c.chunks == 1 && c.out_strides[3] == 1;      // or two of them made narrow
   const double undo = careful ? ::exp2(careful_shift(c.kv_len)) : 1.0;
   if (!x.started) memset(x.out, 0, static_cast<size_t>(c.v_dim * x.width()) * sizeof(T));
-  const bool ends = ends_count(c);
   row_walk<char> r = rows_of_results<D>(c, task, kv_head, x.row);
   for (int64_t l0 = 0; l0 < x.count; l0 += w) {
     void* place[w];
     const int64_t count = min_of(w, x.count - l0);
-    const vec<T> sum = vec<T>::load_aligned(x.row_sum + l0);
-    vec<T> factors = xsimd::select(sum == vec<T>(T(0)), vec<T>(T(0)), vec<T>(T(undo)) / sum);
-    alignas(64) T factor[w];
-    factors.store_aligned(factor);
-    for (int64_t l = 0; l < count; ++l, r.step(c)) {
-      place[l] = r.at;
-      if (!ends) continue;
-      const int64_t head = kv_head * c.group + r.of.member;
-      const T multiplied = x.row_sum[l0 + l], total = x.row_total[l0 + l];
-      const row_end e = finish_row<T>(x.row_max[l0 + l], total, c.exp_scale, sink_of<T>(c, head, task.chunk));
-      const double rounding = total == multiplied ? 1.0 : static_cast<double>(total) / static_cast<double>(multiplied);
-      if (c.sinks != nullptr) factor[l] = static_cast<T>(e.factor * undo * rounding);
-      write_state<T>(c, task.batch, head, r.of.query, task.chunk, e);
-    }
-    if (c.sinks != nullptr) factors = load(factor);
+    const vec<T> factors = end_rows<D>(c, task, kv_head, x, l0, undo, r, place);
     int64_t d0 = 0;
     if constexpr (pairs) {
       // Made narrow before they are transposed, two values are one word: half as much to transpose.

@@ -1,0 +1,133 @@
+// The values of a panel all of whose keys lie in one tile, as prompts of up to a hundred tokens have them: lanes over dims,
+//
+//   O[row][dim] = sum over keys of P^T[key][row] * V[key][dim]           A = P^T, by columns; B = V, where it lies
+//
+// and from the registers to where the rows go. With lanes over rows, as where the sums of further tiles are to be added
+// (panel.hpp: finish_panel), each result is stored and loaded once more, and transposed; and rows that do not fill a vector
+// cost as much as those that do. The multiply-adds and their order are the same, so are the bits.
+//
+// Register budget: 8 x 3 sums, 3 of V, 1 of P: 28 of 32. With 16 registers 4 x 2 sums would be the most that divides a vector's
+// 8 rows, a third fewer than the other way has: not there. On Zen 4, one thread, heads of 64 to 256, the whole call: 16 keys 1.05
+// to 1.09 times as fast, 32 1.07 to 1.08, 64 1.05, 96 1.02 to 1.04; 14 of 16 rows 1.09, 30 of 32 1.07.
+#pragma once
+
+#include "panel.hpp"
+
+namespace manyhead::MH_ISA {
+namespace {
+
+// For vectors of 64 bytes; narrower ones with 32 registers are unmeasured.
+inline constexpr bool has_row_values = lanes<float> == 16;
+inline constexpr int rows_at_once = 8;
+
+// Whether it pays: a last vector that is filled in part costs as much as a whole one (heads of 72 1.02, of 40 0.98).
+template <class T>
+MH_INLINE bool pays_by_rows(int64_t v_dim) {
+  return v_dim % lanes<T> == 0 || v_dim > 4 * lanes<T>;
+}
+
+// M rows of results from `place` on, dims of NV vectors from d on: times `factor`. zeros: 0 as long as all are finite.
+template <int M, int NV, class T>
+MH_INLINE void some_values(const T* weights, int64_t width, const T* v, int64_t v_stride, int64_t keys, int64_t d,
+                           T* const* place, const T* factor, vec<T>& zeros) {
+  constexpr int64_t w = lanes<T>;
+  vec<T> acc[M][NV];
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 3
+    for (int n = 0; n < NV; ++n) acc[m][n] = vec<T>(T(0));
+  }
+#if defined(__clang__)
+#pragma clang loop unroll(disable)
+#elif !XSIMD_WITH_EMULATED
+#pragma GCC unroll 2
+#endif
+  for (int64_t k = 0; k < keys; ++k) {
+    vec<T> x[NV];
+#pragma GCC unroll 3
+    for (int n = 0; n < NV; ++n) x[n] = load(v + k * v_stride + d + n * w);
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      const vec<T> weight(weights[k * width + m]);
+#pragma GCC unroll 3
+      for (int n = 0; n < NV; ++n) acc[m][n] = xsimd::fma(weight, x[n], acc[m][n]);
+    }
+  }
+  finite_check<T> check;  // of these alone: the loop has no four registers for its sums
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 3
+    for (int n = 0; n < NV; ++n) {
+      const vec<T> result = acc[m][n] * vec<T>(factor[m]);
+      check.see(result);
+      store<T>(place[m] + d + n * w, result);
+    }
+  }
+  zeros = zeros + check.sum();
+}
+
+// The same for `rows` rows, at most M.
+template <int M, int NV, class T>
+MH_INLINE void up_to(int64_t rows, const T* weights, int64_t width, const T* v, int64_t v_stride, int64_t keys,
+                     int64_t d, T* const* place, const T* factor, vec<T>& zeros) {
+  if (rows == M) return some_values<M, NV>(weights, width, v, v_stride, keys, d, place, factor, zeros);
+  if constexpr (M > 1) up_to<M - 1, NV>(rows, weights, width, v, v_stride, keys, d, place, factor, zeros);
+}
+
+// O of a panel, whose weights for all its keys, those of t, are given. v: from the first of these keys on. to, factor: of each
+// row. False: something is not finite.
+template <class T>
+__attribute__((noinline)) bool row_values(const panel<T>& x, const tile_at& t, const T* weights, by_columns<T> v,
+                                          int64_t v_dim, T* const* to, const T* factor) {
+  constexpr int64_t w = lanes<T>;
+  const int64_t width = x.width();
+  vec<T> zeros(T(0));
+  const auto dims = [&]<int NV>(int64_t d) MH_INLINE_LAMBDA {
+    for (int64_t l0 = 0; l0 < x.count; l0 += w) {
+      const key_range& reach = x.reach[l0 / w];
+      const int64_t begin = max_of(reach.begin, t.begin), end = min_of(reach.end, t.end), skipped = begin - t.begin;
+      const int64_t last = min_of(l0 + w, x.count);
+      for (int64_t l = l0, rows = 0; l < last; l += rows) {
+        rows = (last - l) / ((last - l + rows_at_once - 1) / rows_at_once);
+        up_to<rows_at_once, NV>(rows, weights + skipped * width + l, width, v.after(skipped).base, v.stride,
+                                max_of(0, end - begin), d, to + l, factor + l, zeros);
+      }
+    }
+  };
+  int64_t d = 0;
+  for (int64_t vectors = v_dim / w; vectors > 0;) {
+    const int taken = vectors == 4 ? 2 : static_cast<int>(min_of(3, vectors));
+    if (taken == 3) dims.template operator()<3>(d);
+    if (taken == 2) dims.template operator()<2>(d);
+    if (taken == 1) dims.template operator()<1>(d);
+    vectors -= taken;
+    d += taken * w;
+  }
+  if (d < v_dim) dims.template operator()<1>(v_dim - w);  // the last vector begins among the dims before
+  return finite_check<T>::passed(zeros);
+}
+
+// The same, divided by the sums of weights and written to where the rows go.
+template <class D>
+__attribute__((noinline)) bool write_row_values(const kernel_call& c, const kernel_task& task, int64_t kv_head,
+                                                const panel<typename D::real>& x, const tile_at& t,
+                                                const typename D::real* weights, by_columns<typename D::real> v) {
+  using T = typename D::real;
+  constexpr int64_t w = lanes<T>;
+  const bool in_place = c.chunks > 1 || (std::is_same_v<T, typename D::storage> &&
+                                         c.out_strides[3] == 1);  // else they are narrowed there
+  void* place[panel_width<T>];
+  T* to[panel_width<T>];
+  alignas(64) T factor[panel_width<T>];
+  row_walk<char> r = rows_of_results<D>(c, task, kv_head, x.row);
+  for (int64_t l0 = 0; l0 < x.count; l0 += w)
+    end_rows<D>(c, task, kv_head, x, l0, 1.0, r, place + l0).store_aligned(factor + l0);
+  for (int64_t l = 0; l < x.count; ++l) to[l] = in_place ? static_cast<T*>(place[l]) : x.out + l * c.v_dim;
+  const bool finite = row_values<T>(x, t, weights, v, c.v_dim, to, factor);
+  for (int64_t l = 0; l < x.count && !in_place; ++l)
+    narrow_row<D>(to[l], c.v_dim, static_cast<typename D::storage*>(place[l]), c.out_strides[3]);
+  return finite;
+}
+
+}  // namespace
+}  // namespace manyhead::MH_ISA
