@@ -35,6 +35,7 @@ def _recorded(line: str) -> dict[str, Any]:
             "chunks": int(chunks),
             "block_kv": int(block_kv),
             "copies_kv": copies == "1",
+            "last_rows": 0,  # recorded before plans had any
             "balance": float(balance),
             "second_pass": False,
             "flops": _measure.Planned(problem).flops,
@@ -102,6 +103,20 @@ def predicted(line: str, threads: int = 1, **rates: float) -> predict.Prediction
 
 # Heads of 40 never run on a matrix unit in f32.
 PREFILL, DECODE = "f32 b1 h8 q512 kv512 d40", "f32 b1 h8 q1 kv4096 d64"
+
+
+def test_last_rows_cost_what_a_step_of_them_does():
+    row = next(row for row in MEASURED if row["route"] == "tile" and row["isa"] == "avx512" and dtype_of(row) == "f32")
+    row = row | {"problem": "f32 b1 h8 q49 kv300 d64", "plan": row["plan"] | {"tasks": 8, "chunks": 1, "balance": 1}}
+    step = row | {"problem": "f32 b1 h8 q1 kv300 d64", "route": "decode"}
+    whole = row | {"problem": "f32 b1 h8 q48 kv300 d64"}
+    parts = row | {"plan": row["plan"] | {"last_rows": 1}}
+    in_whole, in_step, in_parts, in_vectors = (
+        predict.predict(as_planned(x), x["rates"]).terms for x in (whole, step, parts, row)
+    )
+    for phase in ("scores", "values", "softmax", "pack"):
+        assert in_parts[phase] == pytest.approx(in_whole[phase] + in_step[phase])
+    assert in_parts["scores"] < 0.9 * in_vectors["scores"]  # where one row takes a fourth vector
 
 
 def test_twice_the_heads_take_twice_as_long():

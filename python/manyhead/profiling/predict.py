@@ -13,6 +13,7 @@ What a core needs is told in cycles and in shares of its own multiply-adds, so t
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -184,6 +185,12 @@ class Shape:
         self.edges = int(bool(p.causal) or (window and p.window_right >= 0)) + int(window and p.window_left >= 0)
         self.splits = max(plan["tasks"] / max(self.heads * self.chunks, 1), 1)  # a head's rows, in so many tasks
 
+    def of_rows(self, rows: int) -> Shape:
+        """The same with so many rows of each head."""
+        part = copy.copy(self)
+        part.rows = rows
+        return part
+
     def reached(self, rows: float) -> float:
         """Keys that so many neighbouring rows see together."""
         return min(self.seen + self.edges * (rows / self.group - 1) / 2, self.keys)
@@ -220,7 +227,13 @@ def predict(planned: Planned, rates: Rates) -> Prediction:
     shape = Shape(planned)
     peak = 2 * shape.lanes * rates.clock * planned.threads / rates.arithmetic  # cycles of a vector of multiply-adds
     route = {"decode": _decode, "matrix": _matrix}.get(planned.route, _tile)
-    cycles = route(planned, shape, peak)
+    last = planned.plan["last_rows"]
+    cycles = route(planned, shape.of_rows(shape.rows - last), peak)
+    if last > 0:
+        for phase, count in _decode(planned, shape.of_rows(last), peak).items():
+            # Once a head, not in each of its tasks.
+            each_head = phase in ("pack", "store", "task")
+            cycles[phase] = cycles.get(phase, 0) + count / (shape.splits if each_head else 1)
     if shape.chunks > 1:
         cycles["merge"] = shape.heads * shape.rows * shape.chunks * MERGE
     # The busiest thread decides.
