@@ -61,11 +61,14 @@ double even_rows(const problem& p, int64_t lanes) {
   return 1.21 * width * dims / (dims + 2.4 * width);
 }
 
-// Whether the decode route is the faster one. A second vector of rows takes the tile route half as long as the first.
+// Whether the decode route is the faster one. A second vector of rows takes the tile route half as long as the first. Of more
+// than 16 rows those that fill no vector are left to decode (last_rows_of), which in f32 is faster than all of them: on Zen 4,
+// heads of 64 to 256, 17 to 24 rows 0.94 to 1.23, geometric mean 1.04 (bf16, whose K and V the tile route copies, 0.87 to 1.01).
 bool goes_to_decode(const problem& p, int64_t lanes) {
   const int64_t rows = p.group() * p.q_len;
   const double even = even_rows(p, lanes);
-  return rows <= most_decode_rows && static_cast<double>(rows) <= (rows > lanes && lanes > 4 ? 1.55 * even : even);
+  const bool second = rows > lanes && (lanes == 8 || (lanes == 16 && dtype_bytes(p.dtype) == 2));
+  return rows <= most_decode_rows && static_cast<double>(rows) <= (second ? 1.55 * even : even);
 }
 
 // Whether the matrix route is the faster one (kernel_api.hpp: matrix_rows). Of f32 the unit does six products for one, so

@@ -253,22 +253,27 @@ TEST_CASE("short queries against long keys are split") {
 }
 
 TEST_CASE("few rows decode, more of them the larger the head") {
-  // The most rows of a head that decode, with vectors of 16 and of 8 floats: one vector of rows, and what the second allows.
+  // The most rows of a head that decode, with vectors of 16 and of 8 floats: one vector of rows, and what the second allows,
+  // of 16 in 16 bits alone.
   struct limit {
     int64_t dim, one[2], two[2];
   };
   const int64_t lanes = current_isa().lanes;
   if (lanes < 8) return;
-  const auto route_of = [](int64_t rows, int64_t dim) {
+  const auto decodes = [](const std::string& dtype, int64_t rows, int64_t dim) {
     const std::string q = " q" + std::to_string(rows), d = " d" + std::to_string(dim);
-    return plan_of("f32 b1 h8" + q + " kv24" + d).kernel;
+    return plan_of(dtype + " b1 h8" + q + " kv24" + d).kernel == route_decode;
   };
   for (const limit& x : {limit{16, {5, 4}, {0, 0}}, limit{32, {8, 6}, {0, 9}}, limit{64, {12, 7}, {18, 11}},
                          limit{128, {14, 8}, {23, 13}}, limit{256, {16, 8}, {26, 13}}}) {
     const int narrow = lanes == 8 ? 1 : 0;
     for (int64_t rows = 1; rows <= 2 * lanes; ++rows) {
       const int64_t most = rows <= lanes ? x.one[narrow] : x.two[narrow];
-      CHECK_MESSAGE((route_of(rows, x.dim) == route_decode) == (rows <= most), rows << " rows, head_dim " << x.dim);
+      for (const char* dtype : {"f32", "bf16", "f16"}) {
+        const bool one_vector = lanes == 16 && dtype == std::string("f32");
+        CHECK_MESSAGE(decodes(dtype, rows, x.dim) == (rows <= (one_vector ? std::min(most, lanes) : most)),
+                      dtype << ", " << rows << " rows, head_dim " << x.dim);
+      }
     }
   }
 }
