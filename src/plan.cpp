@@ -67,8 +67,10 @@ double even_rows(const problem& p, int64_t lanes) {
 bool goes_to_decode(const problem& p, int64_t lanes) {
   const int64_t rows = p.group() * p.q_len;
   const double even = even_rows(p, lanes);
-  const bool second = rows > lanes && (lanes == 8 || (lanes == 16 && dtype_bytes(p.dtype) == 2));
-  return rows <= most_decode_rows && static_cast<double>(rows) <= (second ? 1.55 * even : even);
+  if (rows > most_decode_rows) return false;
+  if (rows <= lanes) return static_cast<double>(rows) <= even;
+  const bool second = lanes == 8 || (lanes == 16 && dtype_bytes(p.dtype) == 2);
+  return second && static_cast<double>(rows) <= 1.55 * even;
 }
 
 // Whether the matrix route is the faster one (kernel_api.hpp: matrix_rows). Of f32 the unit does six products for one, so
@@ -167,13 +169,13 @@ bool needs_copy(const problem& p, route kernel, int64_t lanes) {
 // 1.27, 8 rows 1.04 to 1.23; AVX2 1 row 1.1 to 1.36, 4 rows 1.03 to 1.17; bf16 on VDPBF16PS, 129 rows 1.2, 136 1.06 to 1.14,
 // 577 1.05 to 1.07. They were even at 8, 12 and 14 rows of heads of 32, 64 and 128, on AVX2 at 4, 6 and 7. Elsewhere, where
 // a second vector costs less (two of 16 lanes are multiplied a cycle, or a unit of tiles), it is unmeasured: fewer rows, and
-// none of vectors of 4.
+// none of vectors of 4 and 2.
 int64_t last_rows_of(const plan& plan, int64_t lanes, cpu_core core) {
   const problem& p = plan.p;
   const bool matrix = plan.kernel == route_matrix;
   const int64_t grain = matrix ? matrix_rows : lanes, rows = p.group() * p.q_len;
   // Not by strides, on which no bit of a result depends.
-  if (plan.kernel == route_decode || plan.second_pass || shorter_than(p, lanes) || rows < grain || lanes == 4) return 0;
+  if (plan.kernel == route_decode || plan.second_pass || shorter_than(p, lanes) || rows < grain || lanes <= 4) return 0;
   const bool measured = core == cpu_core::zen4 || plan.table->lanes == 8;
   double most = (measured ? 0.75 : 0.5) * even_rows(p, lanes);
   if (matrix && !measured) most = std::min(most, plan.table->dtype[p.dtype].matrix_rows / 3.0);
@@ -425,7 +427,7 @@ std::string as_text(const plan& plan, const schedule& order, int64_t threads) {
   const auto yes = [](bool x) { return x ? "yes" : "no"; };
   const auto digits = [](double x, int count) { return std::string(number_text(x, count).digits); };
   add(": ", kernel_name(plan), " (", plan.table->isa, ", ", dtype_name(plan.p.dtype), "), block_q ", plan.block_q,
-      ", block_kv ", plan.block_kv, ", row_blocks ", plan.row_blocks, ", last rows ", plan.last_rows, ", chunks ",
+      ", block_kv ", plan.block_kv, ", row_blocks ", plan.row_blocks, ", last_rows ", plan.last_rows, ", chunks ",
       plan.chunks, " of ", plan.chunk_keys, " keys, tasks ", order.tasks(), ", copies_kv ", yes(plan.copy_kv),
       ", second_pass ", yes(plan.second_pass), ", workspace ", plan.scratch_bytes, " per thread + ", plan.shared_bytes,
       ", ", digits(plan.flops, 4), " flops, ", digits(plan.bytes, 4), " bytes, tiles skipped ",

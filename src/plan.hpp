@@ -1,5 +1,5 @@
-// The decision how to compute a problem: a pure function of (problem, ISA table, cache sizes). Printable, and testable
-// without running. Nothing in it depends on the number of threads or on neighbours in the batch, which is why results
+// The decision how to compute a problem: a pure function of (problem, ISA table, cache sizes, kind of core). Printable, and
+// testable without running. Nothing in it depends on the number of threads or on neighbours in the batch, which is why results
 // do not either.
 #pragma once
 
@@ -18,7 +18,7 @@ struct plan {
   problem p;
   const kernel_table* table;
   route kernel;
-  int64_t block_q;                            // rows of a task (see kernel_api.hpp for rows)
+  int64_t block_q;                            // rows of a task (see kernel_api.hpp), but for last_rows
   int64_t row_blocks;                         // tasks along the rows
   int64_t last_rows;                          // of a head: those of its last task that take the decode route
   int64_t panel_rows;                         // rows that a kernel works on together, the grain of tasks

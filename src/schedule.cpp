@@ -126,8 +126,9 @@ double schedule::cost_of(int64_t position) const {
     const int64_t last_key = key_range(p, (end - 1) / p.group()).second;
     const int64_t keys = std::min(p.extra_keys > 0 ? p.kv_len : last_key, chunk_end) -
                          std::max(key_range(p, row / p.group()).first, chunk_begin);
-    const int64_t rows = row < whole ? blocks(end - row, lanes) * lanes : 3 * last / 2;
-    cost += static_cast<double>(rows) * static_cast<double>(std::max<int64_t>(keys, 0) + row_cost_keys);
+    const double rows =
+        row < whole ? static_cast<double>(blocks(end - row, lanes) * lanes) : 1.5 * static_cast<double>(last);
+    cost += rows * static_cast<double>(std::max<int64_t>(keys, 0) + row_cost_keys);
     row = end;
   }
   return cost;

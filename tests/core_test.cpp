@@ -173,8 +173,8 @@ TEST_CASE("a plan's JSON is JSON") {
     const std::string text = describe(make_plan(test_case(line, false).p, current_isa(), l2), true);
     INFO(std::string(text));
     CHECK(is_json(text));
-    for (const char* key : {"\"kernel\"", "\"isa\"", "\"block_q\"", "\"block_kv\"", "\"chunks\"", "\"tasks\"",
-                            "\"flops\"", "\"bytes\"", "\"tiles_skipped\"", "\"threads\"", "\"balance\""})
+    for (const char* key : {"\"kernel\"", "\"isa\"", "\"block_q\"", "\"last_rows\"", "\"block_kv\"", "\"chunks\"",
+                            "\"tasks\"", "\"flops\"", "\"bytes\"", "\"tiles_skipped\"", "\"threads\"", "\"balance\""})
       CHECK(text.find(key) != text.npos);
   }
 }
@@ -265,14 +265,14 @@ TEST_CASE("few rows decode, more of them the larger the head") {
     return plan_of(dtype + " b1 h8" + q + " kv24" + d).kernel == route_decode;
   };
   for (const limit& x : {limit{16, {5, 4}, {0, 0}}, limit{32, {8, 6}, {0, 9}}, limit{64, {12, 7}, {18, 11}},
-                         limit{128, {14, 8}, {23, 13}}, limit{256, {16, 8}, {26, 13}}}) {
+                         limit{128, {14, 8}, {23, 13}}, limit{256, {16, 8}, {26, 13}}, limit{512, {16, 8}, {27, 14}}}) {
     const int narrow = lanes == 8 ? 1 : 0;
     for (int64_t rows = 1; rows <= 2 * lanes; ++rows) {
       const int64_t most = rows <= lanes ? x.one[narrow] : x.two[narrow];
       for (const char* dtype : {"f32", "bf16", "f16"}) {
         const bool one_vector = lanes == 16 && dtype == std::string("f32");
         CHECK_MESSAGE(decodes(dtype, rows, x.dim) == (rows <= (one_vector ? std::min(most, lanes) : most)),
-                      dtype << ", " << rows << " rows, head_dim " << x.dim);
+                      std::string(dtype) << ", " << rows << " rows, head_dim " << x.dim);
       }
     }
   }
@@ -389,6 +389,7 @@ TEST_CASE("the last rows of a head take the decode route where they would fill l
     const int64_t lanes = table->lanes, one = lanes > 4 ? 1 : 0;
     const auto f32 = [&](int64_t q, const char* more) { return "f32 b2 h4 q" + std::to_string(q) + " kv60" + more; };
     CHECK(last_rows(table, f32(3 * lanes + 1, " d64")) == one);
+    CHECK(last_rows(table, "f64 b2 h4 q" + std::to_string(3 * lanes + 1) + " kv60 d64") == (lanes > 8 ? 1 : 0));
     CHECK(last_rows(table, f32(3 * lanes, " d64")) == 0);
     CHECK(last_rows(table, f32(4 * lanes - 1, " d64")) == 0);
     // Of groups the rows count, not the queries.

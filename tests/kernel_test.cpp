@@ -311,7 +311,9 @@ void check_line(const problem_line& line) {
     if (small.block_q != large.block_q || small.prefetch != large.prefetch) {
       others.push_back(small);
       for (const cpu_core core : {cpu_core::zen4, cpu_core::zen5}) {
-        if (small.kernel == route_decode) others.push_back(make_plan(c.p, *table, small_l2, core));
+        const plan there = make_plan(c.p, *table, small_l2, core);
+        const bool decodes = small.kernel == route_decode || there.last_rows > 0;
+        if (decodes && there.last_rows == small.last_rows) others.push_back(there);
       }
     }
     if (large.heads_at_once > 1) others.push_back(one_head_a_task(large));

@@ -4,7 +4,7 @@
 //   for each key tile { for each panel { pack Q^T the first time; S^T = K Q^T; passes; softmax; O^T += V^T P^T } }
 //   divide, store
 //
-// Panels whose keys all lie in one tile are done with it: O = P V (row_values.hpp).
+// Panels whose keys all lie in one tile are done with it where that pays: O = P V, the same bits (row_values.hpp).
 #pragma once
 
 #include "row_values.hpp"
@@ -95,9 +95,8 @@ struct tile_task {
       rows.weigh_tile(scratch.scores, t.keys(), exp_scale, c.fast_exp != 0);
     }
     lap(task.clock, phase_softmax);
-    ask_for_next(i, tile);
     if constexpr (has_row_values) {
-      if (!careful && t.begin == clip.begin && t.end == clip.end && pays_by_rows<T>(c.v_dim)) {
+      if (!careful && t.begin == clip.begin && t.end == clip.end && pays_by_rows<T>(c)) {
         const bool finite =
             write_row_values<D>(c, task, kv_head, x, t, scratch.scores, tile.v.after(t.begin - tile.begin));
         results[i] = finite ? written::finite : written::not_finite;
@@ -105,6 +104,7 @@ struct tile_task {
         return;
       }
     }
+    ask_for_next(i, tile);
     const auto add_values = [&]<product_mode Mode>(const auto& reached) MH_INLINE_LAMBDA {
       product<Mode, NV>(tile.v.after(t.begin - tile.begin), whole_panel<const T, NV>{scratch.scores}, c.v_dim, t.keys(),
                         whole_panel<T, NV>{x.out}, scratch.tile_max, &ahead, reached);

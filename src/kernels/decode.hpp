@@ -1,4 +1,4 @@
-// The route for few rows (a decode step: query heads of a group times a few new tokens). Bound by reading K and V: each
+// The route for few rows (a decode step: query heads of a group times a few new tokens; the last rows of a prompt). Bound by reading K and V: each
 // tile is read once for all rows. Lanes over dims for both products, lanes over keys for everything between:
 //
 //   S[row][key] = reduce(sum over dim vectors of K[key] * q[row])     4 rows x 4 keys at a time (16 registers: 4 x 2)

@@ -66,7 +66,7 @@ struct kernel_call {
   double* partial_states;
   int64_t batch;
   int64_t chunks;      // 1 = not split: tasks write out and lse themselves
-  int64_t chunk_keys;  // keys of a chunk, a multiple of block_kv
+  int64_t chunk_keys;  // keys of a chunk, a multiple of the panels' block_kv
 
   int64_t block_kv;  // keys of a tile; borders lie at its multiples
   int32_t prefetch;  // 1: ask for rows of K, V, Q and out ahead of need
@@ -185,7 +185,7 @@ using read_fn = uint64_t (*)(const void*, int64_t bytes);
 
 enum route : int32_t { route_tile, route_decode, route_matrix, route_count };
 
-// For so many rows tasks of the decode route have room: group * q_len of a kv head, times kv heads.
+// For so many rows tasks of the decode route have room: those of a kv head, times kv heads.
 inline constexpr int64_t most_decode_rows = 32;
 // And all routes for a tile of so many keys.
 inline constexpr int64_t most_tile_keys = 256;

@@ -20,10 +20,11 @@ namespace {
 inline constexpr bool has_row_values = lanes<float> == 16;
 inline constexpr int rows_at_once = 8;
 
-// Whether it pays: a last vector that is filled in part costs as much as a whole one (heads of 72 1.02, of 40 0.98).
+// Whether it pays: dims are whole vectors (a last one that is filled in part costs as much: heads of 40 0.97, of 72 0.995), and
+// nothing is asked for (lines of results have not come yet when they are written: 0.90 to 0.99 from memory).
 template <class T>
-MH_INLINE bool pays_by_rows(int64_t v_dim) {
-  return v_dim % lanes<T> == 0 || v_dim > 4 * lanes<T>;
+MH_INLINE bool pays_by_rows(const kernel_call& c) {
+  return !c.prefetch && c.v_dim % lanes<T> == 0;
 }
 
 // M rows of results from `place` on, dims of NV vectors from d on: times `factor`. zeros: 0 as long as all are finite.
@@ -103,7 +104,6 @@ __attribute__((noinline)) bool row_values(const panel<T>& x, const tile_at& t, c
     vectors -= taken;
     d += taken * w;
   }
-  if (d < v_dim) dims.template operator()<1>(v_dim - w);  // the last vector begins among the dims before
   return finite_check<T>::passed(zeros);
 }
 

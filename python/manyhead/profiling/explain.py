@@ -277,8 +277,11 @@ def _words(planned: Planned) -> list[tuple[str, str]]:
         "decode": f"the few rows of a KV head against tiles of {plan['block_kv']} keys, each read once for all rows",
         "matrix": f"panels of 32 rows against tiles of {plan['block_kv']} keys on the CPU's matrix unit",
     }[planned.route]
+    if last := plan["last_rows"]:
+        route += f"; of each head the last {units.plural(last, 'row')} as a decode step"
     said = [("kernel", f"the {planned.route} route on {planned.isa}: {route}")]
-    tasks = f"{units.plural(plan['tasks'], 'task')} of up to {units.plural(min(plan['block_q'], shape.rows), 'row')}"
+    most = min(plan["block_q"] + plan["last_rows"], shape.rows)
+    tasks = f"{units.plural(plan['tasks'], 'task')} of up to {units.plural(most, 'row')}"
     if planned.threads == 1:
         said.append(("tasks", f"{tasks}, on one thread"))
     else:

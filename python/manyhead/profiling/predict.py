@@ -230,10 +230,12 @@ def predict(planned: Planned, rates: Rates) -> Prediction:
     last = planned.plan["last_rows"]
     cycles = route(planned, shape.of_rows(shape.rows - last), peak)
     if last > 0:
-        for phase, count in _decode(planned, shape.of_rows(last), peak).items():
-            # Once a head, not in each of its tasks.
-            each_head = phase in ("pack", "store", "task")
-            cycles[phase] = cycles.get(phase, 0) + count / (shape.splits if each_head else 1)
+        # In one task of each head, with the multiply-adds of vectors; K and V in 16 bits are read where they lie.
+        fma = 0.5 if planned.route == "matrix" else peak
+        apart = any(strides[3] not in (0, 1) for strides in (planned.problem.k_strides, planned.problem.v_strides))
+        step = _decode(planned, shape.of_rows(last), fma, tasks=shape.heads * shape.chunks, copies=apart)
+        for phase in step.keys() - {"task"}:
+            cycles[phase] = cycles.get(phase, 0) + step[phase]
     if shape.chunks > 1:
         cycles["merge"] = shape.heads * shape.rows * shape.chunks * MERGE
     # The busiest thread decides.
@@ -321,14 +323,18 @@ def _matrix(planned: Planned, shape: Shape, peak: float) -> dict[str, float]:
     }
 
 
-def _decode(planned: Planned, shape: Shape, peak: float) -> dict[str, float]:
+def _decode(
+    planned: Planned, shape: Shape, peak: float, tasks: int | None = None, copies: bool | None = None
+) -> dict[str, float]:
+    tasks = planned.plan["tasks"] if tasks is None else tasks
+    copies = planned.plan["copies_kv"] if copies is None else copies
     core, rows = shape.core, shape.rows
     keys = shape.heads * shape.reached(rows)
     k, v = (keys * _blocks(dim, shape.lanes) for dim in (shape.d, shape.v))
     load = core.load + (core.convert if shape.item == 2 else 0)
     # Four rows at a time, then two, then one: each pass reads the keys of a tile again, from L1.
     loads = (rows // 4 + (rows % 4).bit_count()) * load
-    copied = (k + v) * core.copy if planned.plan["copies_kv"] else 0.0
+    copied = (k + v) * core.copy if copies else 0.0
     weighed = keys * rows / shape.lanes
     at_once = 2 * peak  # where a core does one multiply-add a cycle instead of two
     return {
@@ -336,9 +342,9 @@ def _decode(planned: Planned, shape: Shape, peak: float) -> dict[str, float]:
         "values": v * (rows * core.add * at_once + loads),
         "softmax": weighed * core.decode_softmax * (F64_SOFTMAX if shape.real == 8 else 1),
         "mask": _masks(planned, shape, weighed, rows),
-        "pack": planned.plan["tasks"] * rows * shape.d / shape.lanes * core.row + copied,
-        "store": planned.plan["tasks"] * rows * shape.v / shape.lanes * core.row,
-        "task": planned.plan["tasks"] * TASK,
+        "pack": tasks * rows * shape.d / shape.lanes * core.row + copied,
+        "store": tasks * rows * shape.v / shape.lanes * core.row,
+        "task": tasks * TASK,
     }
 
 
