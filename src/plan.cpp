@@ -300,7 +300,7 @@ kernel_call make_call(const plan& plan) {
 kernel_call last_call(const plan& plan, const kernel_call& of_panels) {
   kernel_call c = of_panels;
   c.block_kv = decode_keys(plan.p, plan.last_rows);
-  c.copy_kv = needs_copy(plan.p, route_decode, plan.table->lanes / (plan.p.is_f64() ? 2 : 1));
+  c.copy_kv = needs_copy(plan.p, route_decode, plan.lanes());
   return c;
 }
 
@@ -310,7 +310,7 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cp
   plan.table = &table;
   const bool f64 = p.is_f64();
   const int64_t real = f64 ? 8 : 4;
-  const int64_t lanes = table.lanes / (f64 ? 2 : 1);
+  const int64_t lanes = plan.lanes();
   const int64_t rows = p.group() * p.q_len;
 
   plan.second_pass =

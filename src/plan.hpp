@@ -45,6 +45,7 @@ struct plan {
   double expected_us;  // how long one thread takes at most
   kernel_call call;    // what kernels are told of it; pointers are NULL
 
+  int64_t lanes() const { return table->lanes / (p.is_f64() ? 2 : 1); }  // of a vector, in the arithmetic type
   // Sooner done by one thread than a second one is awake, which costs 3 to 100 microseconds.
   bool is_short() const { return expected_us < 30; }
 };

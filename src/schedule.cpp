@@ -33,7 +33,6 @@ constexpr int64_t row_cost_keys = 16;
 constexpr int64_t most_played = int64_t{1} << 18;
 
 int64_t blocks(int64_t n, int64_t size) { return (n + size - 1) / size; }
-int64_t lanes_of(const plan& plan) { return plan.table->lanes / (plan.p.is_f64() ? 2 : 1); }
 
 // Into how many tasks a block of rows is cut.
 int64_t pieces_of(int64_t rows, int64_t piece_rows) { return std::max<int64_t>(blocks(rows, piece_rows), 1); }
@@ -90,7 +89,7 @@ void schedule::put_rows(int64_t position, kernel_task& t) const {
   // Kernels whose widest panel is three vectors cut the last four vectors of rows into two and two (panel_vectors):
   // where a border would leave one vector, it lies one vector before.
   const auto border = [&](int64_t i) {
-    const int64_t lanes = lanes_of(plan_), at = i * piece_rows_;
+    const int64_t lanes = plan_.lanes(), at = i * piece_rows_;
     const bool one_left = i > 0 && at < rows && rows - at <= lanes && plan_.panel_rows == 3 * lanes;
     return std::min(rows, one_left ? at - lanes : at);
   };
@@ -117,7 +116,7 @@ double schedule::cost_of(int64_t position) const {
   kernel_task t{};
   put_rows(position, t);
   const problem& p = plan_.p;
-  const int64_t panel = plan_.panel_rows, lanes = lanes_of(plan_);
+  const int64_t panel = plan_.panel_rows, lanes = plan_.lanes();
   const int64_t chunk_begin = t.chunk * plan_.chunk_keys, chunk_end = chunk_begin + plan_.chunk_keys;
   const int64_t last = t.row_end == p.group() * p.q_len ? plan_.last_rows : 0, whole = t.row_end - last;
   double cost = 0;

@@ -1,5 +1,5 @@
-// The route for few rows (a decode step: query heads of a group times a few new tokens; the last rows of a prompt). Bound by reading K and V: each
-// tile is read once for all rows. Lanes over dims for both products, lanes over keys for everything between:
+// The route for few rows (a decode step: query heads of a group times a few new tokens; the last rows of a prompt). Bound
+// by reading K and V: each tile is read once for all rows. Lanes over dims for both products, lanes over keys for everything between:
 //
 //   S[row][key] = reduce(sum over dim vectors of K[key] * q[row])     4 rows x 4 keys at a time (16 registers: 4 x 2)
 //   O[row] += P[row][key] * V[key]                                    4 rows x 4 vectors at a time, 2 x 8 (4 x 2, 2 x 4)

@@ -7,6 +7,10 @@
 //
 //   y[row][out] = sum over in of x[row][in] * W^T[in][out]               A = x, read by rows
 //
+// and with lanes over dims, where all keys are at hand (row_values.hpp):
+//
+//   O[row][dim] = sum over keys of P^T[key][row] * V[key][dim]           A = P^T, read by columns; B = V in place
+//
 // C[m][.] = sum_k A(m, k) * B[k][.]: A is read in place, one broadcast load an element, so neither K nor V is packed
 // and no length needs a masked load; B and C are panels, NV vectors wide.
 //
@@ -64,11 +68,17 @@ struct by_columns {
   MH_INLINE by_columns after(int64_t k) const { return {base + k * stride, stride}; }
 };
 
+template <class T>
+MH_INLINE vec<T> aligned_vector(const T* row, int64_t v) {
+  return vec<T>::load_aligned(row + v * lanes<T>);
+}
+
 // A panel of NV vectors: rows of whole vectors.
 template <class T, int NV>
 struct whole_panel {
   T* base;
   static constexpr int64_t width = NV * lanes<std::remove_const_t<T>>;
+  MH_INLINE auto get(int64_t k, int64_t v) const { return aligned_vector(base + k * width, v); }
 };
 
 // Some vectors of a panel that is `width` wide. The loop over its rows then counts for itself: 2 % slower.
@@ -76,6 +86,15 @@ template <class T>
 struct in_panel {
   T* base;
   int64_t width;
+  MH_INLINE auto get(int64_t k, int64_t v) const { return aligned_vector(base + k * width, v); }
+};
+
+// Rows of B `stride` apart, at any address.
+template <class T>
+struct in_rows {
+  const T* base;
+  int64_t stride;
+  MH_INLINE vec<T> get(int64_t k, int64_t v) const { return load(base + k * stride + v * lanes<T>); }
 };
 
 // Where C lies: in a panel, or in rows `stride` apart, at any address.
@@ -202,10 +221,9 @@ MH_INLINE void product_tile(A a, B b, int64_t depth, C c, T* column_max, line_wa
 #endif
     for (int64_t k = first; k < last; ++k) {
       if constexpr (Ahead) next.step();
-      const T* const row = b.base + k * b.width;
       vec<T> bk[NV];
 #pragma GCC unroll 4
-      for (int v = V0; v < V1; ++v) bk[v] = vec<T>::load_aligned(row + v * w);
+      for (int v = V0; v < V1; ++v) bk[v] = b.get(k, v);
 #pragma GCC unroll 16
       for (int m = 0; m < M; ++m) {
         const vec<T> am(a.at(m, k));

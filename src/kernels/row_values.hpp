@@ -27,53 +27,19 @@ MH_INLINE bool pays_by_rows(const kernel_call& c) {
   return !c.prefetch && c.v_dim % lanes<T> == 0;
 }
 
-// M rows of results from `place` on, dims of NV vectors from d on: times `factor`. zeros: 0 as long as all are finite.
-template <int M, int NV, class T>
-MH_INLINE void some_values(const T* weights, int64_t width, const T* v, int64_t v_stride, int64_t keys, int64_t d,
-                           T* const* place, const T* factor, vec<T>& zeros) {
-  constexpr int64_t w = lanes<T>;
-  vec<T> acc[M][NV];
-#pragma GCC unroll 8
-  for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 3
-    for (int n = 0; n < NV; ++n) acc[m][n] = vec<T>(T(0));
+// Where C lies: rows of results, each multiplied with its factor; looks at what is written.
+template <class T>
+struct to_results {
+  T* const* place;
+  const T* factor;
+  int64_t d;
+  finite_check<T>& check;
+  MH_INLINE void set(int64_t m, int64_t v, vec<T> x) const {
+    const vec<T> result = x * vec<T>(factor[m]);
+    check.see(result);
+    store<T>(place[m] + d + v * lanes<T>, result);
   }
-#if defined(__clang__)
-#pragma clang loop unroll(disable)
-#elif !XSIMD_WITH_EMULATED
-#pragma GCC unroll 2
-#endif
-  for (int64_t k = 0; k < keys; ++k) {
-    vec<T> x[NV];
-#pragma GCC unroll 3
-    for (int n = 0; n < NV; ++n) x[n] = load(v + k * v_stride + d + n * w);
-#pragma GCC unroll 8
-    for (int m = 0; m < M; ++m) {
-      const vec<T> weight(weights[k * width + m]);
-#pragma GCC unroll 3
-      for (int n = 0; n < NV; ++n) acc[m][n] = xsimd::fma(weight, x[n], acc[m][n]);
-    }
-  }
-  finite_check<T> check;  // of these alone: the loop has no four registers for its sums
-#pragma GCC unroll 8
-  for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 3
-    for (int n = 0; n < NV; ++n) {
-      const vec<T> result = acc[m][n] * vec<T>(factor[m]);
-      check.see(result);
-      store<T>(place[m] + d + n * w, result);
-    }
-  }
-  zeros = zeros + check.sum();
-}
-
-// The same for `rows` rows, at most M.
-template <int M, int NV, class T>
-MH_INLINE void up_to(int64_t rows, const T* weights, int64_t width, const T* v, int64_t v_stride, int64_t keys,
-                     int64_t d, T* const* place, const T* factor, vec<T>& zeros) {
-  if (rows == M) return some_values<M, NV>(weights, width, v, v_stride, keys, d, place, factor, zeros);
-  if constexpr (M > 1) up_to<M - 1, NV>(rows, weights, width, v, v_stride, keys, d, place, factor, zeros);
-}
+};
 
 // O of a panel, whose weights for all its keys, those of t, are given. v: from the first of these keys on. to, factor: of each
 // row. False: something is not finite.
@@ -90,8 +56,11 @@ __attribute__((noinline)) bool row_values(const panel<T>& x, const tile_at& t, c
       const int64_t last = min_of(l0 + w, x.count);
       for (int64_t l = l0, rows = 0; l < last; l += rows) {
         rows = (last - l) / ((last - l + rows_at_once - 1) / rows_at_once);
-        up_to<rows_at_once, NV>(rows, weights + skipped * width + l, width, v.after(skipped).base, v.stride,
-                                max_of(0, end - begin), d, to + l, factor + l, zeros);
+        finite_check<T> check;  // of these alone: the loop has no four registers for its sums
+        one_tile<product_mode::set, rows_at_once, NV, T>(
+            by_columns<T>{weights + skipped * width + l, width}, in_rows<T>{v.after(skipped).base + d, v.stride}, rows,
+            max_of(0, end - begin), to_results<T>{to + l, factor + l, d, check}, nullptr);
+        zeros = zeros + check.sum();
       }
     }
   };
