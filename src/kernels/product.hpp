@@ -43,10 +43,8 @@ template <int NV>
 inline constexpr int tile_rows = NV == 2 ? 6 : 8;
 #endif
 
-// Rows of A this many bytes apart, or a multiple of it, lie in one set of L1, which holds 8 lines (12 of 48 KB): in
-// [batch, length, heads, head_dim] those of 16 heads of 64 or 8 of 128. A tile of 16 of them would find each line pushed out
-// by the others; so it has 8 (Zen 4: 16 query rows, 16 to 512 keys, 1.44 to 2.0 times as fast; copies of K first 1.2 to 1.46).
-inline constexpr int64_t set_stride = 4096;
+// A tile of 16 rows of A that lie in one set of L1 would find each line pushed out by the others; so it has 8 (Zen 4: 16 query
+// rows, 16 to 512 keys, 1.44 to 2.0 times as fast; copies of K first 1.2 to 1.46).
 inline constexpr int set_rows = 8;
 
 // A(m, k) = base[m * stride + k]

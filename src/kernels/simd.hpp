@@ -92,6 +92,10 @@ using vec = xsimd::batch<T, MH_ARCH>;
 template <class T>
 inline constexpr int64_t lanes = static_cast<int64_t>(vec<T>::size);
 
+// Rows this many bytes apart, or a multiple of it, lie in one set of L1, which holds 8 lines (12 of 48 KB): in [batch, length,
+// heads, head_dim] those of 16 heads of 64 or 8 of 128, in a bias those of 1024 keys.
+inline constexpr int64_t set_stride = 4096;
+
 // An unsigned integer as wide as T: the bits of a T, and the words of a visibility tile (mask.hpp).
 template <class T>
 struct bits_of;
