@@ -115,6 +115,10 @@ MH_INLINE row_walk<const typename D::storage> rows_of_q(const kernel_call& c, in
   return {c, row, q + kv_head * c.group * c.q_strides[1], c.q_strides[1], c.q_strides[2]};
 }
 
+// Where `n` of a row's `size` elements that begin at i are taken: those that end the row where fewer are left, some of them
+// for the second time, so that all are whole vectors.
+MH_INLINE int64_t last_whole(int64_t i, int64_t size, int64_t n) { return size < n ? i : min_of(i, size - n); }
+
 // Q^T, times q_scale; lanes behind the last row are 0.
 template <class D>
 __attribute__((noinline)) void pack_q(const kernel_call& c, int64_t batch, int64_t kv_head,
@@ -128,7 +132,8 @@ __attribute__((noinline)) void pack_q(const kernel_call& c, int64_t batch, int64
     const typename D::storage* from[w];
     const int64_t count = min_of(w, p.count - l0);
     for (int64_t l = 0; l < count; ++l, r.step(c)) from[l] = r.at;
-    for (int64_t d0 = 0; d0 < c.head_dim; d0 += w) {
+    for (int64_t begin = 0; begin < c.head_dim; begin += w) {
+      const int64_t d0 = dense ? last_whole(begin, c.head_dim, w) : begin;
       const int64_t n = min_of(w, c.head_dim - d0);
       vec<T> rows[w];
       if (n == w && dense) {
@@ -490,8 +495,9 @@ __attribute__((noinline)) bool finish_panel(const kernel_call& c, const kernel_t
     int64_t d0 = 0;
     if constexpr (pairs) {
       // Made narrow before they are transposed, two values are one word: half as much to transpose.
-      for (; in_pairs && d0 + 2 * w <= c.v_dim; d0 += 2 * w) {
-        const T* from = x.out + d0 * x.width() + l0;
+      for (; in_pairs && d0 < c.v_dim && 2 * w <= c.v_dim; d0 += 2 * w) {
+        const int64_t d = last_whole(d0, c.v_dim, 2 * w);
+        const T* from = x.out + d * x.width() + l0;
         word_vec block[w];
 #pragma GCC unroll 16
         for (int64_t i = 0; i < w; ++i) {
@@ -504,13 +510,14 @@ __attribute__((noinline)) bool finish_panel(const kernel_call& c, const kernel_t
         transpose_words(block);
 #pragma GCC unroll 16
         for (int64_t l = 0; l < w; ++l) {
-          if (l < count) memcpy(static_cast<uint16_t*>(place[l]) + d0, &block[l], sizeof(block[l]));
+          if (l < count) memcpy(static_cast<uint16_t*>(place[l]) + d, &block[l], sizeof(block[l]));
         }
       }
     }
     for (; d0 < c.v_dim; d0 += w) {
-      const int64_t n = min_of(w, c.v_dim - d0);
-      const T* from = x.out + d0 * x.width() + l0;
+      const int64_t d = in_vectors ? last_whole(d0, c.v_dim, w) : d0;
+      const int64_t n = min_of(w, c.v_dim - d);
+      const T* from = x.out + d * x.width() + l0;
       vec<T> block[w];
       if (n == w) {
 #pragma GCC unroll 16
@@ -525,10 +532,10 @@ __attribute__((noinline)) bool finish_panel(const kernel_call& c, const kernel_t
       if (n == w && in_vectors) {
 #pragma GCC unroll 16
         for (int64_t l = 0; l < w; ++l) {
-          if (l < count) store<T>(static_cast<T*>(place[l]) + d0, block[l]);
+          if (l < count) store<T>(static_cast<T*>(place[l]) + d, block[l]);
         }
       } else {
-        for (int64_t l = 0; l < count; ++l) write_values<D>(c, place[l], d0, n, block[l]);
+        for (int64_t l = 0; l < count; ++l) write_values<D>(c, place[l], d, n, block[l]);
       }
     }
   }
