@@ -264,8 +264,10 @@ kernel_call make_call(const plan& plan) {
       p.softcap > 0 || p.has_input(MH_INPUT_ALIBI) || p.has_input(MH_INPUT_BIAS) || p.has_output(MH_OUTPUT_SCORES);
   c.q_scale = natural ? p.scale : p.scale * log2e;
   c.exp_scale = natural ? log2e : 1.0;
-  // The matrix route would have to scale every score; in the exponent it costs nothing.
-  if (plan.kernel == route_matrix && !natural && p.scale > 1e-30 && p.scale < 1e30) {
+  // In the exponent the scale costs nothing. The matrix route would have to multiply every score with it, the decode route would
+  // copy rows of Q that it could read in place.
+  const bool in_exponent = plan.kernel == route_matrix || plan.kernel == route_decode;
+  if (in_exponent && !natural && p.scale > 1e-30 && p.scale < 1e30) {
     c.q_scale = 1.0;
     c.exp_scale = p.scale * log2e;
   }

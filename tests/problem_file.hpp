@@ -48,7 +48,7 @@ inline bool read_test_word(const std::string& word, problem_line& line) {
     return known(line.data, {"normal", "heavy", "equal", "huge", "maxval", "denormal", "masked", "nanbias", "opposed",
                              "poison", "spread", "tinyk", "tinyq"});
   if (value_of("strides", line.strides))
-    return known(line.strides, {"packed", "transposed", "zero", "negative", "reversed", "lastdim", "odd"});
+    return known(line.strides, {"packed", "transposed", "zero", "negative", "reversed", "lastdim", "qout", "odd"});
   if (!value_of("bcast", line.broadcast)) return false;
   if (line.broadcast.empty() || line.broadcast.find_first_not_of("bhqk") != std::string::npos)
     throw std::invalid_argument("no such dimensions: " + word);

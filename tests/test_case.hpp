@@ -14,8 +14,8 @@
 //          denormal  v below the smallest normal number
 //          opposed   q tiny and k huge, so that scores are as usual (not f16)
 // strides= packed (q, k, v as slices of one row), transposed (last two dimensions), zero (one stride of q, k, v each
-//          is 0), negative (all but the last), reversed (the last), lastdim (the last is 3), odd (padded and off by
-//          one element)
+//          is 0), negative (all but the last), reversed (the last), lastdim (the last is 3), qout (that of q and out
+//          alone), odd (padded and off by one element)
 // bcast=   dimensions of mask and bias whose stride is 0      slopes=bh  ALiBi slopes of each batch entry
 // extra=   the last n keys are attended whatever masks say
 //
@@ -297,7 +297,8 @@ struct test_case {
     m.flags |= MH_FLAG_STRIDES;
     for (const array& x : arrays(m)) {
       if (x.strides[x.rank - 1] != 0) continue;  // bshd
-      std::copy_n(strides_of(line.strides, x.rank, x.dims).data(), x.rank, x.strides);
+      const bool apart = line.strides == "qout" && (x.to == &q || x.to == &out);
+      std::copy_n(strides_of(apart ? "lastdim" : line.strides, x.rank, x.dims).data(), x.rank, x.strides);
       if (x.to == &mask || x.to == &bias)
         for (const char c : line.broadcast) x.strides[std::string("bhqk").find(c)] = 0;
     }

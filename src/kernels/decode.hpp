@@ -40,19 +40,28 @@ struct decode_task {
   int64_t rows;              // of a head
   int64_t padded_rows;       // of a head in scratch, those behind `rows` are zeros; those of the next head follow
   int64_t k_dim, v_dim;      // padded to whole vectors
-  int64_t k_back, v_back;    // by so much the last vector of a row begins earlier; of copies of V it does not
+  int64_t k_back, v_back;    // by so much the last vector of a row begins earlier; of copies of V it does not,
+  int64_t q_back;            // nor of copies of Q
   int64_t k_pairs, v_pairs;  // what of a row goes in pairs of vectors: all but the last vector or two
   int64_t width;             // keys of a score row, padded
-  T* q;                      // [heads * padded_rows][k_dim]
-  T* out;                    // [heads * padded_rows][v_dim]
-  T* scores;                 // [heads * padded_rows][width]
-  bits<T>* words;            // [width / word_keys + 1][whole vectors of rows]
+  T* q;                      // [heads * padded_rows][k_dim]: copies, where rows are not read in place
+  const T* q_rows[most_decode_rows];  // where each row is
+  const T* const* q_row;              // the first of those worked on
+  T* out;                             // [heads * padded_rows][v_dim]
+  T* scores;                          // [heads * padded_rows][width]
+  bits<T>* words;                     // [width / word_keys + 1][whole vectors of rows]
   T* k_copy;
   T* v_copy;
   T* row_sums;  // [heads * padded_rows][w], to be added up
   T row_max[most_decode_rows];
   bool started[most_decode_rows];  // of a head: out holds something
   alignas(64) bits<T> k_kept[w];   // of the last vector of K: all bits of a lane, or none
+  // Results that the first tile of keys ends go from the registers to their place, row by row.
+  bool direct;
+  T* places[most_decode_rows];
+  T factors[most_decode_rows];
+  vec<T> zeros;                      // finite_check::sum of what was written of a head
+  bool is_finite[most_decode_rows];  // of a head: its results are
 
   MH_INLINE void carve(carver& from, int64_t row_count) {
     k_dim = round_up(c.head_dim, w);
@@ -114,6 +123,13 @@ struct decode_task {
     for (; d < padded; d += w) (vec<T>::load_aligned(to + d) * factor).store_aligned(to + d);
   }
 
+  // With few keys copies of Q take as long as a fifth of all else (8 rows against 8 keys). There rows are read in place, where
+  // nothing is multiplied with them (kernel_api.hpp: q_scale).
+  MH_INLINE bool reads_q_in_place() const {
+    constexpr int64_t few = 32;
+    return !widens && c.q_scale == 1 && c.q_strides[3] == 1 && c.head_dim >= w && c.kv_len <= few;
+  }
+
   // Where vector d of such a row lies in memory.
   static MH_INLINE int64_t place_of(int64_t d, int64_t padded, int64_t back) { return d + w == padded ? d - back : d; }
 
@@ -126,14 +142,27 @@ struct decode_task {
     carver from{static_cast<char*>(task.scratch)};
     carve(from, heads * padded_rows);
     for (int64_t l = 0; l < w && k_back > 0; ++l) k_kept[l] = l < k_back ? bits<T>(0) : ~bits<T>(0);
+    q_row = q_rows;
+    const bool in_place = reads_q_in_place();
+    q_back = in_place ? k_back : 0;
     T* to = q;
+    const T** row_at = q_rows;
     // In registers through the stores.
     const int64_t dims = k_dim, count = rows, padded = padded_rows, head_end = task.kv_head_end;
     for (int64_t head = task.kv_head_begin; head < head_end; ++head) {
       row_walk<const typename D::storage> row = rows_of_q<D>(c, task.batch, head, task.row_begin);
-      for (int64_t r = 0; r < count; ++r, row.step(c), to += dims)
-        arrange(row.at, c.q_strides[3], static_cast<T>(c.q_scale), to);
-      for (int64_t r = count; r < padded; ++r, to += dims) memset(to, 0, static_cast<size_t>(dims) * sizeof(T));
+      for (int64_t r = 0; r < count; ++r, row.step(c), to += dims) {
+        if (in_place) {
+          *row_at++ = reinterpret_cast<const T*>(row.at);
+        } else {
+          arrange(row.at, c.q_strides[3], static_cast<T>(c.q_scale), to);
+          *row_at++ = to;
+        }
+      }
+      for (int64_t r = count; r < padded; ++r, to += dims) {
+        memset(to, 0, static_cast<size_t>(dims) * sizeof(T));
+        *row_at++ = to;
+      }
     }
   }
 
@@ -227,7 +256,9 @@ struct decode_task {
     const typename E::storage* key[K];
 #pragma GCC unroll 16
     for (int i = 0; i < K; ++i) key[i] = k.from(min_of(i, keys - 1)).base;
-    const T* row = q + r * k_dim;
+    const T* row[R];
+#pragma GCC unroll 8
+    for (int n = 0; n < R; ++n) row[n] = q_row[r + n];
     vec<T> acc[dots];
 #pragma GCC unroll 16
     for (int i = 0; i < dots; ++i) acc[i] = vec<T>(T(0));
@@ -248,7 +279,7 @@ struct decode_task {
         for (int half = 0; half < 2; ++half) {
 #pragma GCC unroll 8
           for (int n = 0; n < R; ++n) {
-            const vec<T> x = held<T>(vec<T>::load_aligned(row + n * k_dim + d + half * w));
+            const vec<T> x = held<T>(load(row[n] + d + half * w));
 #pragma GCC unroll 16
             for (int i = 0; i < K; ++i) acc[n * K + i] = xsimd::fma(y[i][half], x, acc[n * K + i]);
           }
@@ -257,8 +288,8 @@ struct decode_task {
         vec<T> x[R][2];
 #pragma GCC unroll 8
         for (int n = 0; n < R; ++n) {
-          x[n][0] = vec<T>::load_aligned(row + n * k_dim + d);
-          x[n][1] = vec<T>::load_aligned(row + n * k_dim + d + w);
+          x[n][0] = load(row[n] + d);
+          x[n][1] = load(row[n] + d + w);
         }
 #pragma GCC unroll 16
         for (int i = 0; i < K; ++i) {
@@ -273,19 +304,27 @@ struct decode_task {
       }
     }
     for (; d < k_dim; d += w) {
-      const int64_t at_dim = c.copy_kv ? d : place_of(d, k_dim, k_back);
 #pragma GCC unroll 16
       for (int i = 0; For != asks::nothing && i < K; ++i) ask<For>(next.base + i * next.stride + d * size);
-#pragma GCC unroll 16
-      for (int i = 0; i < K; ++i) {
-        vec<T> y = E::widen(key[i] + at_dim);
-        if (at_dim < d) {
-          const auto kept = xsimd::batch<bits<T>, MH_ARCH>::load_aligned(k_kept);
-          y = xsimd::bitwise_cast<T>(xsimd::bitwise_cast<bits<T>>(y) & kept);  // not multiplied by 0: inf would be NaN
-        }
+      const auto add = [&](int64_t q_dim, int64_t dim, auto kept) MH_INLINE_LAMBDA {
+        vec<T> x[R];
 #pragma GCC unroll 8
-        for (int n = 0; n < R; ++n)
-          acc[n * K + i] = xsimd::fma(y, vec<T>::load_aligned(row + n * k_dim + d), acc[n * K + i]);
+        for (int n = 0; n < R; ++n) x[n] = kept(load(row[n] + q_dim));
+#pragma GCC unroll 16
+        for (int i = 0; i < K; ++i) {
+          const vec<T> y = kept(E::widen(key[i] + dim));
+#pragma GCC unroll 8
+          for (int n = 0; n < R; ++n) acc[n * K + i] = xsimd::fma(y, x[n], acc[n * K + i]);
+        }
+      };
+      if (k_back == 0 || d + w < k_dim) {
+        add(d, d, [](vec<T> x) MH_INLINE_LAMBDA { return x; });
+      } else {
+        using U = xsimd::batch<bits<T>, MH_ARCH>;
+        const U bits_kept = U::load_aligned(k_kept);
+        add(d - q_back, c.copy_kv ? d : d - k_back, [=](vec<T> x) MH_INLINE_LAMBDA {  // 0 times inf would be NaN
+          return xsimd::bitwise_cast<T>(xsimd::bitwise_cast<bits<T>>(x) & bits_kept);
+        });
       }
     }
     alignas(64) T sums[dots];
@@ -316,7 +355,8 @@ struct decode_task {
 
   // O[row .. row + R)[dims of N vectors] += P V for one tile. N: pairs, or 0 for a single vector.
   template <bool Careful, int R, int N, asks For, class E>
-  MH_INLINE void add_values(rows_at<E> v, int64_t keys, const T* p, T* to, bool begun, soon next) {
+  MH_INLINE void add_values(rows_at<E> v, int64_t keys, int64_t first_row, const T* p, int64_t d, int64_t at_dim,
+                            bool begun, soon next) {
     constexpr int V = N == 0 ? 1 : 2 * N;
     constexpr int64_t bytes = V * w * static_cast<int64_t>(sizeof(typename E::storage));
     vec<T> acc[R][V];
@@ -351,6 +391,21 @@ struct decode_task {
         add(2 * n + 1, b);
       }
     }
+    if (direct) {
+      finite_check<T> finite;
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+        for (int n = 0; n < V; ++n) {
+          const vec<T> x = acc[r][n] * vec<T>(factors[first_row + r]);
+          finite.see(x);
+          store<T>(places[first_row + r] + at_dim + n * w, x);
+        }
+      }
+      zeros = zeros + finite.sum();
+      return;
+    }
+    T* const to = out + first_row * v_dim + d;
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
@@ -368,22 +423,18 @@ struct decode_task {
     constexpr int64_t step = 2 * N * w;
     constexpr int64_t size = sizeof(typename E::storage);
     const T* p = scores + r * width + first;
-    T* const to = out + r * v_dim;
     int64_t d = 0;
-    for (; d + step <= v_pairs; d += step)
-      add_values<Careful, R, N, For>(v.from(0, d), keys, p, to + d, begun, next.from(0, d * size));
+    const auto add = [&]<int Pairs>(int64_t at_dim) MH_INLINE_LAMBDA {
+      add_values<Careful, R, Pairs, For>(v.from(0, at_dim), keys, r, p, d, at_dim, begun, next.from(0, d * size));
+    };
+    for (; d + step <= v_pairs; d += step) add.template operator()<N>(d);
     if constexpr (N > 2) {
-      for (; d + 4 * w <= v_pairs; d += 4 * w)
-        add_values<Careful, R, 2, For>(v.from(0, d), keys, p, to + d, begun, next.from(0, d * size));
+      for (; d + 4 * w <= v_pairs; d += 4 * w) add.template operator()<2>(d);
     }
     if constexpr (N > 1) {
-      for (; d + 2 * w <= v_pairs; d += 2 * w)
-        add_values<Careful, R, 1, For>(v.from(0, d), keys, p, to + d, begun, next.from(0, d * size));
+      for (; d + 2 * w <= v_pairs; d += 2 * w) add.template operator()<1>(d);
     }
-    for (; d < v_dim; d += w) {
-      add_values<Careful, R, 0, For>(v.from(0, place_of(d, v_dim, v_back)), keys, p, to + d, begun,
-                                     next.from(0, d * size));
-    }
+    for (; d < v_dim; d += w) add.template operator()<0>(place_of(d, v_dim, v_back));
   }
 
   template <bool Careful, int R, asks For, class E>
@@ -568,11 +619,44 @@ struct decode_task {
     }
   }
 
+  // Whether results go to their place at once: all keys are here, and all rows have some.
+  MH_INLINE bool ends_here(int64_t keys, const bool* seen) const {
+    if (widens || c.copy_kv || c.chunks > 1 || c.out_strides[3] != 1 || padded_rows != rows) return false;
+    if (rows > most_rows && keys > keys_at_once) return false;
+    for (int64_t h = 0; h < heads; ++h) {
+      if (!seen[h]) return false;
+    }
+    return true;
+  }
+
+  // What row r is multiplied with. Its state and lse are written.
+  MH_INLINE T end_row(int64_t r, int64_t head, int64_t query, double undo) const {
+    const T sum = xsimd::reduce_add(load(row_sums + r * w));
+    if (ends_count(c)) {
+      const row_end e = finish_row<T>(row_max[r], sum, c.exp_scale, sink_of<T>(c, head, task.chunk));
+      write_state<T>(c, task.batch, head, query, task.chunk, e);
+      if (c.sinks != nullptr) return static_cast<T>(e.factor * undo);
+    }
+    return sum == T(0) ? T(0) : static_cast<T>(undo) / sum;
+  }
+
+  __attribute__((noinline)) void end_rows_here() {
+    const int64_t count = heads, rows_of_head = rows;
+    for (int64_t h = 0, r = 0; h < count; ++h) {
+      row_walk<char> to = rows_of_results<D>(c, task, kv_head + h, task.row_begin);
+      for (int64_t i = 0; i < rows_of_head; ++i, ++r, to.step(c)) {
+        places[r] = reinterpret_cast<T*>(to.at);
+        factors[r] = end_row(r, (kv_head + h) * c.group + to.of.member, to.of.query, 1.0);
+      }
+    }
+  }
+
   // Head after head in each step of a tile, so that one need not wait for what the step before made of the last.
   template <bool Careful>
   __attribute__((noinline)) void attend_all() {
     const T careful_factor = Careful ? static_cast<T>(::exp2(-careful_shift(c.kv_len))) : T(1);
     const int64_t all_rows = heads * padded_rows;
+    direct = false;
     memset(row_sums, 0, static_cast<size_t>(all_rows * w) * sizeof(T));
     for (int64_t r = 0; r < all_rows; ++r) row_max[r] = lowest<T>;
     for (int64_t h = 0; h < heads; ++h) started[h] = false;
@@ -598,8 +682,12 @@ struct decode_task {
       if (t.keys() < padded) close_slots(t.keys(), padded - w);
       weigh_all<Careful, min_of(most_rows, exp2_vectors)>(0, padded, careful_factor);
       lap(clock, phase_softmax);
+      if constexpr (!Careful) direct = t.begin == begin && t.end == end && ends_here(t.keys(), seen);
+      if (direct) end_rows_here();
       for (int64_t h = 0; h < heads; ++h) {
+        zeros = vec<T>(T(0));
         if (seen[h]) add_head<Careful>(h, t, end);
+        if (direct) is_finite[h] = finite_check<T>::passed(zeros);
       }
       lap(clock, phase_values);
     }
@@ -618,25 +706,18 @@ struct decode_task {
     const bool partial = c.chunks > 1, in_vectors = back == dims - c.v_dim && (partial || c.out_strides[3] == 1);
     row_walk<char> to = rows_of_results<D>(c, task, kv_head + h, task.row_begin);
     for (int64_t r = h * padded_rows; r < h * padded_rows + rows; ++r, to.step(c)) {
-      const int64_t head = (kv_head + h) * c.group + to.of.member;
-      const T sum = xsimd::reduce_add(load(row_sums + r * w));
-      T factor = sum == T(0) ? T(0) : static_cast<T>(undo) / sum;
-      if (ends_count(c)) {
-        const row_end e = finish_row<T>(row_max[r], sum, c.exp_scale, sink_of<T>(c, head, task.chunk));
-        write_state<T>(c, task.batch, head, to.of.query, task.chunk, e);
-        if (c.sinks != nullptr) factor = static_cast<T>(e.factor * undo);
-      }
+      const vec<T> times(end_row(r, (kv_head + h) * c.group + to.of.member, to.of.query, undo));
       const T* const values = out + r * dims;
-      void* const place = to.at;
+      void* const row = to.at;
       const auto value = [&](int64_t d) MH_INLINE_LAMBDA {
-        const vec<T> x = vec<T>::load_aligned(values + d) * vec<T>(factor);
+        const vec<T> x = vec<T>::load_aligned(values + d) * times;
         finite.see(x);
         return x;
       };
       const auto write = [&](int64_t d, vec<T> x) MH_INLINE_LAMBDA {
-        if (!in_vectors) return write_values<D>(c, place, d, min_of(w, c.v_dim - d), x);
-        if (partial) return store<T>(static_cast<T*>(place) + d, x);
-        D::narrow(x, static_cast<typename D::storage*>(place) + d);
+        if (!in_vectors) return write_values<D>(c, row, d, min_of(w, c.v_dim - d), x);
+        if (partial) return store<T>(static_cast<T*>(row) + d, x);
+        D::narrow(x, static_cast<typename D::storage*>(row) + d);
       };
       int64_t d = 0;
       if constexpr (D::pairs_apart) {
@@ -644,7 +725,7 @@ struct decode_task {
           vec<T> even = value(d), odd = value(d + w);
           if (in_vectors && !partial) {
             const word_vec both = D::narrow(even) | (D::narrow(odd) << 16);
-            memcpy(static_cast<typename D::storage*>(place) + d, &both, sizeof(both));
+            memcpy(static_cast<typename D::storage*>(row) + d, &both, sizeof(both));
           } else {
             interleave<T>(even, odd);
             write(d, even);
@@ -661,21 +742,20 @@ struct decode_task {
     start();
     lap(task.clock, phase_pack);
     attend_all<false>();
-    bool finite[most_decode_rows], all_finite = true;
+    bool all_finite = true;
     for (int64_t h = 0; h < heads; ++h) {
-      finite[h] = finish(h, false);
-      all_finite = all_finite && finite[h];
+      if (!direct) is_finite[h] = finish(h, false);
+      all_finite = all_finite && is_finite[h];
     }
     lap(task.clock, phase_store);
     if (all_finite) return;
     // See tile_task::run. Alone: what its neighbours get must not depend on it.
-    T* const all_q = q;
     const int64_t count = heads;
     heads = 1;
     for (int64_t h = 0; h < count; ++h) {
-      if (finite[h]) continue;
+      if (is_finite[h]) continue;
       kv_head = task.kv_head_begin + h;
-      q = all_q + h * padded_rows * k_dim;
+      q_row = q_rows + h * padded_rows;
       attend_all<true>();
       finish(0, true);
       lap(task.clock, phase_store);

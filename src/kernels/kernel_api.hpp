@@ -26,9 +26,9 @@ struct kernel_call {
   void* out;
   int64_t q_strides[4], k_strides[4], v_strides[4], out_strides[4];
 
-  // Scores are computed in units in which the softmax is exp2((s - max) * exp_scale): either q_scale = scale * log2(e)
-  // and exp_scale = 1, or, where something is added to or done with the natural scores, q_scale = scale and exp_scale =
-  // log2(e).
+  // Scores are computed in units in which the softmax is exp2((s - max) * exp_scale): q_scale = scale * log2(e) and
+  // exp_scale = 1; where it costs less to multiply in the exponent, q_scale = 1 and exp_scale = scale * log2(e); where
+  // something is added to or done with the natural scores, q_scale = scale and exp_scale = log2(e).
   double q_scale;
   double exp_scale;
 
