@@ -61,12 +61,20 @@ double even_rows(const problem& p, int64_t lanes) {
   return 1.21 * width * dims / (dims + 2.4 * width);
 }
 
+// With few keys more rows do: the decode route then neither copies Q nor keeps results, which the tile route transposes.
+// Measured in f32 with 4 to 16 rows, 8 to 32 keys and heads of 32 to 256 on Zen 4: with 8 keys vectors of 16 lanes and heads of
+// 64 are even at 14 rows, of 128 and 256 beyond 16; of 8 lanes all at more than 8.
+double decode_gain(const problem& p, int64_t lanes) {
+  if (p.dtype != MH_DTYPE_F32 || lanes < 8 || p.kv_len > 32) return 1;
+  return 1 + (p.kv_len > 16 ? 1.12 : 2.8) / static_cast<double>(lanes);
+}
+
 // Whether the decode route is the faster one. A second vector of rows takes the tile route half as long as the first. Of more
 // than 16 rows those that fill no vector are left to decode (last_rows_of), which in f32 is faster than all of them: on Zen 4,
 // heads of 64 to 256, 17 to 24 rows 0.94 to 1.23, geometric mean 1.04 (bf16, whose K and V the tile route copies, 0.87 to 1.01).
 bool goes_to_decode(const problem& p, int64_t lanes) {
   const int64_t rows = p.group() * p.q_len;
-  const double even = even_rows(p, lanes);
+  const double even = even_rows(p, lanes) * decode_gain(p, lanes);
   if (rows > most_decode_rows) return false;
   if (rows <= lanes) return static_cast<double>(rows) <= even;
   const bool second = lanes == 8 || (lanes == 16 && dtype_bytes(p.dtype) == 2);

@@ -260,9 +260,10 @@ TEST_CASE("few rows decode, more of them the larger the head") {
   };
   const int64_t lanes = current_isa().lanes;
   if (lanes < 8) return;
-  const auto decodes = [](const std::string& dtype, int64_t rows, int64_t dim) {
-    const std::string q = " q" + std::to_string(rows), d = " d" + std::to_string(dim);
-    return plan_of(dtype + " b1 h8" + q + " kv24" + d).kernel == route_decode;
+  const auto decodes = [](const std::string& dtype, int64_t rows, int64_t dim, int64_t keys = 40) {
+    const std::string q = " q" + std::to_string(rows), kv = " kv" + std::to_string(keys),
+                      d = " d" + std::to_string(dim);
+    return plan_of(dtype + " b1 h8" + q + kv + d).kernel == route_decode;
   };
   for (const limit& x : {limit{16, {5, 4}, {0, 0}}, limit{32, {8, 6}, {0, 9}}, limit{64, {12, 7}, {18, 11}},
                          limit{128, {14, 8}, {23, 13}}, limit{256, {16, 8}, {26, 13}}, limit{512, {16, 8}, {27, 14}}}) {
@@ -274,6 +275,17 @@ TEST_CASE("few rows decode, more of them the larger the head") {
         CHECK_MESSAGE(decodes(dtype, rows, x.dim) == (rows <= (one_vector ? std::min(most, lanes) : most)),
                       std::string(dtype) << ", " << rows << " rows, head_dim " << x.dim);
       }
+    }
+  }
+  // With few keys more of them, in f32: heads of 64.
+  struct few {
+    int64_t keys, wide, narrow;
+  };
+  for (const few& x : {few{16, 14, 15}, few{17, 12, 13}, few{32, 12, 13}, few{33, 12, 11}}) {
+    for (int64_t rows = 9; rows <= 16; ++rows) {
+      CHECK_MESSAGE(decodes("f32", rows, 64, x.keys) == (rows <= (lanes == 8 ? x.narrow : x.wide)),
+                    rows << " rows, " << x.keys << " keys");
+      CHECK(decodes("bf16", rows, 64, x.keys) == decodes("bf16", rows, 64));
     }
   }
 }
@@ -459,7 +471,7 @@ TEST_CASE("heads of few rows and keys share tasks, as long as each worker gets e
   // Tiles of K and V in half of L2 where all of them are in L2, else whole heads that fit into L1; 32 rows.
   CHECK(heads_at_once("f32 b1 h12 q1 kv8 d64") == 12);
   CHECK(heads_at_once("f32 b1 h32 q4 kv8 d64") == 8);
-  CHECK(heads_at_once("f32 b1 h32/8 q2 kv8 d64") == 4);
+  if (current_isa().lanes >= 8) CHECK(heads_at_once("f32 b1 h32/8 q2 kv8 d64") == 4);  // else 8 rows do not decode
   CHECK(heads_at_once("f32 b1 h12 q1 kv128 d64") == l2 / 2 / (128 * 128 * 4));
   CHECK(heads_at_once("bf16 b1 h24 q1 kv128 d64") == l2 / 2 / (128 * 128 * 2));
   CHECK(heads_at_once("f32 b64 h32 q1 kv16 d64") == 4);
