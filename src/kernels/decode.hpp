@@ -56,7 +56,7 @@ struct decode_task {
   T row_max[most_decode_rows];
   bool started[most_decode_rows];  // of a head: out holds something
   alignas(64) bits<T> k_kept[w];   // of the last vector of K: all bits of a lane, or none
-  // Results that the first tile of keys ends go from the registers to their place, row by row.
+  // Whether results go from the registers to their place, as all keys are in one tile; where to, and times what.
   bool direct;
   T* places[most_decode_rows];
   T factors[most_decode_rows];
@@ -123,7 +123,7 @@ struct decode_task {
     for (; d < padded; d += w) (vec<T>::load_aligned(to + d) * factor).store_aligned(to + d);
   }
 
-  // With few keys copies of Q take as long as a fifth of all else (8 rows against 8 keys). There rows are read in place, where
+  // With few keys copies of Q take as long as a sixth of all else (8 rows against 8 keys of 80). There rows are read in place, where
   // nothing is multiplied with them (kernel_api.hpp: q_scale).
   MH_INLINE bool reads_q_in_place() const {
     constexpr int64_t few = 32;
