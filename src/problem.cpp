@@ -270,7 +270,7 @@ bool plainly_good(const problem& p, const mh_tensors& t) noexcept {
     }
     const uintptr_t begin = address[i] + static_cast<uintptr_t>(x.begin);
     const uintptr_t end = address[i] + static_cast<uintptr_t>(x.end);
-    if (address[i] == 0 || address[i] % static_cast<uintptr_t>(x.element) != 0) return false;
+    if (address[i] == 0 || (address[i] & (static_cast<uintptr_t>(x.element) - 1)) != 0) return false;
     if (begin > address[i] || end <= address[i]) return false;  // leaves the address space
     range[count] = {begin, end};
     if (x.output != 0) std::swap(range[outputs++], range[count]);

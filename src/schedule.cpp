@@ -32,7 +32,17 @@ constexpr int64_t row_cost_keys = 16;
 // Beyond this many tasks they are not played through (tens of milliseconds), and the bound for any order is told.
 constexpr int64_t most_played = int64_t{1} << 18;
 
-int64_t blocks(int64_t n, int64_t size) { return (n + size - 1) / size; }
+// Calls of a microsecond or less are one task, or few: divisions, of up to 18 cycles, only where they are needed.
+int64_t blocks(int64_t n, int64_t size) { return n <= size ? static_cast<int64_t>(n > 0) : (n + size - 1) / size; }
+
+struct division {
+  int64_t quotient, rest;
+};
+division divide(int64_t n, int64_t by) {  // n >= 0
+  if (by == 1) return {n, 0};
+  if (n < by) return {0, n};
+  return {n / by, n % by};
+}
 
 // Into how many tasks a block of rows is cut.
 int64_t pieces_of(int64_t rows, int64_t piece_rows) { return std::max<int64_t>(blocks(rows, piece_rows), 1); }
@@ -41,7 +51,7 @@ int64_t pieces_of(int64_t rows, int64_t piece_rows) { return std::max<int64_t>(b
 
 schedule::schedule(const plan& plan, int64_t workers) : plan_(plan), workers_(std::max<int64_t>(workers, 1)) {
   const int64_t kv_heads = plan.p.kv_heads;
-  const int64_t fair_heads = plan.p.batch * kv_heads * plan.chunks / (heads_per_worker * workers_);
+  const int64_t fair_heads = divide(plan.p.batch * kv_heads * plan.chunks, heads_per_worker * workers_).quotient;
   const int64_t at_once = workers_ == 1 ? plan.heads_at_once : std::clamp<int64_t>(fair_heads, 1, plan.heads_at_once);
   together_ = blocks(kv_heads, blocks(kv_heads, at_once));
   entry_heads_ = blocks(kv_heads, together_);
@@ -56,7 +66,7 @@ schedule::schedule(const plan& plan, int64_t workers) : plan_(plan), workers_(st
     head_pieces_ = rows == 0 ? 0 : (plan.row_blocks - 1) * block_pieces_ + last_pieces_;
     head_tasks_ = head_pieces_ * plan.chunks;
   };
-  const int64_t fair = all_panels / (panels_per_worker * workers_);
+  const int64_t fair = divide(all_panels, panels_per_worker * workers_).quotient;
   const auto together = [&](const grain& g) {
     return std::max(fair, std::min(g.panels, all_panels / (g.tasks_per_worker * workers_)));
   };
@@ -72,9 +82,12 @@ schedule::schedule(const plan& plan, int64_t workers) : plan_(plan), workers_(st
 
 schedule::place schedule::place_of(int64_t index) const {
   const int64_t first = (heads_ - interleaved_) * head_tasks_;
-  if (index < first) return {index / head_tasks_, index % head_tasks_};
-  index -= first;
-  return {heads_ - interleaved_ + index % interleaved_, index / interleaved_};
+  if (index < first || interleaved_ == 1) {
+    const division at = divide(index, head_tasks_);
+    return {at.quotient, at.rest};
+  }
+  const division at = divide(index - first, interleaved_);
+  return {heads_ - interleaved_ + at.rest, at.quotient};
 }
 
 void schedule::put_rows(int64_t position, kernel_task& t) const {
@@ -99,8 +112,9 @@ void schedule::put_rows(int64_t position, kernel_task& t) const {
 }
 
 void schedule::put_heads(int64_t head, kernel_task& t) const {
-  t.batch = head / entry_heads_;
-  t.kv_head_begin = head % entry_heads_ * together_;
+  const division at = divide(head, entry_heads_);
+  t.batch = at.quotient;
+  t.kv_head_begin = at.rest * together_;
   t.kv_head_end = std::min(t.kv_head_begin + together_, plan_.p.kv_heads);
 }
 
