@@ -286,7 +286,8 @@ TEST_CASE("few rows decode, more of them the larger the head") {
     for (int64_t rows = 9; rows <= 16; ++rows) {
       CHECK_MESSAGE(decodes("f32", rows, 64, x.keys) == (rows <= (lanes == 8 ? x.narrow : x.wide)),
                     rows << " rows, " << x.keys << " keys");
-      CHECK(decodes("bf16", rows, 64, x.keys) == decodes("bf16", rows, 64));
+      if (x.keys < 32)  // from so many on a matrix unit takes bf16
+        CHECK(decodes("bf16", rows, 64, x.keys) == decodes("bf16", rows, 64));
     }
   }
 }
