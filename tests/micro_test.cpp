@@ -56,6 +56,10 @@ TEST_CASE("exp2 of degree 5, several at once") {
   check_exp2<5>(4e-7);
   check_exp2<5, true>(4e-7);
 }
+TEST_CASE("exp2 of degree 4, several at once") {
+  check_exp2<4>(3.2e-6);
+  check_exp2<4, true>(3.2e-6);
+}
 TEST_CASE("exp2 of degree 3, several at once") {
   check_exp2<fast_exp2_degree<float>>(1.03e-4);
   check_exp2<fast_exp2_degree<float>, true>(1.03e-4);

@@ -121,6 +121,16 @@ struct matrix_task {
   // become 0 when it is rounded.
   static constexpr bool rounds(bool fast) { return values::weight_parts(fast) == 1; }
 
+  // Exponentials beside that: of 9e-8, or 3e-6 for weights of bf16, which are rounded by 2e-3.
+  template <bool Fast>
+  static constexpr int degree = Fast            ? fast_exp2_degree<T>
+                                : rounds(false) ? 4
+                                                : 5;
+  // And what is taken from scores is the product of the maximum and the scale, rounded: an instruction less. All weights of
+  // a row are wrong by the same factor, up to 2^-24 of the maximum, until the maximum changes.
+  template <bool Fast>
+  static constexpr bool takes_product = Fast || rounds(false);
+
   // Scores of a job become weights, split or rounded, a vector of rows after the other. What is under way stays in
   // registers for as long as a product takes.
   template <bool Fast>
@@ -134,7 +144,7 @@ struct matrix_task {
           scale(static_cast<T>(m.c.exp_scale)),
           sum(vec<T>::load_aligned(j.sum)),
           total(vec<T>::load_aligned(j.total)) {
-      if (!is_done()) top = vec<T>::load_aligned(of.x->row_max + l);
+      if (!is_done()) look_up_top();
     }
     MH_INLINE bool is_done() const { return l == width; }
     MH_INLINE bool is_at_multiple_of(int64_t keys) const { return key % keys == 0; }
@@ -144,8 +154,11 @@ struct matrix_task {
     MH_INLINE void weigh() {
       vec<T> x[Keys];
 #pragma GCC unroll 8
-      for (int i = 0; i < Keys; ++i) x[i] = (vec<T>::load_aligned(of.scores + (key + i) * width + l) - top) * scale;
-      exp2_of<T, Keys, Fast ? fast_exp2_degree<T> : 5, true>(x);  // degree 5: 9e-8
+      for (int i = 0; i < Keys; ++i) {
+        const vec<T> score = vec<T>::load_aligned(of.scores + (key + i) * width + l);
+        x[i] = takes_product<Fast> ? xsimd::fms(score, scale, top) : (score - top) * scale;
+      }
+      exp2_of<T, Keys, degree<Fast>, true>(x);
       if constexpr (rounds(Fast)) {
 #pragma GCC unroll 8
         for (int i = 0; i < Keys; ++i) total = total + x[i];
@@ -160,7 +173,7 @@ struct matrix_task {
       if constexpr (rounds(Fast)) add_to(of.x->row_total, total);
       key = 0;
       l += w;
-      if (!is_done()) top = vec<T>::load_aligned(of.x->row_max + l);
+      if (!is_done()) look_up_top();
     }
 
     MH_INLINE void put_back() {
@@ -171,6 +184,11 @@ struct matrix_task {
     }
 
    private:
+    MH_INLINE void look_up_top() {
+      top = vec<T>::load_aligned(of.x->row_max + l);
+      // Above -inf, so that a row that has seen no key yet has weights of 0.
+      if constexpr (takes_product<Fast>) top = at_least<T>(vec<T>(lowest<T>), top * scale);
+    }
     MH_INLINE void add_to(T* row, vec<T>& x) const {
       (vec<T>::load_aligned(row + l) + x).store_aligned(row + l);
       x = vec<T>(T(0));
