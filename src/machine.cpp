@@ -48,9 +48,11 @@ bool may_use_tiles() {
 #endif
 }
 
-// Zen 3 has the family of Zen 4, but no AVX-512. What comes after Zen 5 is taken for it.
+// Zen 3 has the family of Zen 4, but no AVX-512. What comes after Zen 5 is taken for it, and any core of Intel's with AVX-512 for
+// the one that was measured.
 cpu_core find_core(bool has_avx512) {
   unsigned a = 0, b = 0, c = 0, d = 0;
+  if (has_avx512 && __builtin_cpu_is("intel")) return cpu_core::intel;
   if (!has_avx512 || !__builtin_cpu_is("amd") || !__get_cpuid(1, &a, &b, &c, &d)) return cpu_core::other;
   const unsigned family = (a >> 8 & 0xfu) + (a >> 20 & 0xffu);
   return family >= 0x1a ? cpu_core::zen5 : cpu_core::zen4;

@@ -23,7 +23,7 @@ enum class cpu_level : int32_t {
 };
 
 // Cores that bring rows of K and V better when asked in another way than most: plan.cpp on prefetch.
-enum class cpu_core : int32_t { other, zen4, zen5 };
+enum class cpu_core : int32_t { other, zen4, zen5, intel };
 
 struct machine {
   std::string cpu_name;
