@@ -27,7 +27,7 @@
 //   not worth a way of its own. In half of L3 nothing asked for: AVX-512 f32 1 to 3 rows 0.97 to 1.15 (one shape 0.89), 4
 //   and more 0.72 to 1.0, 16 bits 0.99 to 1.23; AVX2 one row 0.93 to 1.17, more rows 0.47 to 0.95.
 //   Intel Xeon (AMX): rows of heads side by side, a multiple of 4096 bytes apart, in half of L3, nothing asked for: f32 and f64, one
-//   and two rows 1.1 to 1.6 times as fast on one thread, 1.05 to 1.5 on two (two shapes 0.93 to 1.07), AVX2 as well; three rows 0.88 to
+//   and two rows 1.1 to 1.6 times as fast on one thread, 1.05 to 1.5 on two (64 heads and 134 MB 0.93 to 1.1), AVX2 as well; three rows 0.88 to
 //   1.03, four 0.61 to 0.82, 16 bits 0.53 to 1.3. Apart by other distances one row is 0.84 to 1.2 times as fast, by less than 4096 bytes 0.8
 //   to 1.09.
 #include "plan.hpp"
@@ -129,22 +129,26 @@ double pair_bytes(const problem& p, const int64_t* strides, int64_t size) {
   return bytes;
 }
 
-constexpr int64_t page_bytes = 4096;
+// Whether rows of `dim` elements of `size` bytes are so many bytes apart, or a multiple of it, with others between them: as heads
+// lie in [batch, length, heads, head_dim].
+bool are_apart(int64_t bytes, int64_t stride, int64_t dim, int64_t size) {
+  return stride * size % bytes == 0 && dim * size % bytes != 0;
+}
 
 // Whether what lies in half of L3 is better not asked for, by decode.
 bool comes_unasked(cpu_core core, const problem& p, int64_t lanes_of_f32) {
   const bool widened = dtype_bytes(p.dtype) == 2, wide = lanes_of_f32 >= 16;
   const int64_t rows = p.group() * p.q_len;
-  const auto apart = [&](int64_t stride, int64_t dim) {
-    return stride > dim && stride * dtype_bytes(p.dtype) % page_bytes == 0;
-  };
+  constexpr int64_t page_bytes = 4096;
+  const int64_t size = dtype_bytes(p.dtype);
   switch (core) {
     case cpu_core::zen5:
       return !widened;
     case cpu_core::zen4:
       return rows <= (wide ? 3 : 1) || (wide && widened);
     case cpu_core::intel:
-      return !widened && rows <= 2 && apart(p.k_strides[2], p.head_dim) && apart(p.v_strides[2], p.v_dim);
+      return !widened && rows <= 2 && are_apart(page_bytes, p.k_strides[2], p.head_dim, size) &&
+             are_apart(page_bytes, p.v_strides[2], p.v_dim, size);
     default:
       return false;
   }
@@ -166,15 +170,11 @@ int64_t heads_of_task(const plan& plan, bool in_l2, int64_t l2_bytes) {
 }
 
 // Rows of V this many bytes apart, or a multiple of it, fall into so few sets of a usual L1 cache (64 sets of 64 bytes)
-// that the 64 rows of a tile push each other out: as heads lie in [batch, length, heads, head_dim].
+// that the 64 rows of a tile push each other out.
 constexpr int64_t crowding_bytes = 1024;
 // From this many rows on it pays to copy them first (heads of 64, AVX-512: 48 rows 0.92 times as fast, 128 1.02, 384 1.07,
 // 1024 1.05; AVX2: 48 0.98, 128 0.98, 384 1.06, 1024 1.05).
 constexpr int64_t copying_rows = 192;
-
-bool crowds(int64_t stride, int64_t dim, int64_t size) {
-  return stride * size % crowding_bytes == 0 && dim * size % crowding_bytes != 0;
-}
 
 bool shorter_than(const problem& p, int64_t lanes) { return p.head_dim < lanes || p.v_dim < lanes; }
 
@@ -185,8 +185,8 @@ bool needs_copy(const problem& p, route kernel, int64_t lanes) {
   if ((p.k_strides[3] != 1 && p.head_dim > 1) || (p.v_strides[3] != 1 && p.v_dim > 1)) return true;
   if (kernel == route_decode) return shorter_than(p, lanes);
   const int64_t size = dtype_bytes(p.dtype);
-  return p.group() * p.q_len >= copying_rows &&
-         (crowds(p.k_strides[2], p.head_dim, size) || crowds(p.v_strides[2], p.v_dim, size));
+  return p.group() * p.q_len >= copying_rows && (are_apart(crowding_bytes, p.k_strides[2], p.head_dim, size) ||
+                                                 are_apart(crowding_bytes, p.v_strides[2], p.v_dim, size));
 }
 
 // The last rows of a head where they would fill so little of a panel's last vector, or of the unit's last panel, that the
