@@ -184,21 +184,25 @@ __attribute__((noinline)) void bias_pass_transposed(const kernel_call& c, const 
                                                     int64_t width, T* s, double scale = 1, T* column_max = nullptr) {
   constexpr int64_t w = lanes<T>;
   alignas(64) T copies[w * most_tile_keys];
+  int64_t copy_at[w];
   const int64_t keys = biased_keys(c, t);
   const int64_t pitch = round_up(keys, w);
   const bool one_row = c.bias_strides[2] == 0 && (c.bias_strides[1] == 0 || c.group == 1);
   const bool is_plain = c.bias_dtype == (sizeof(T) == 4 ? MH_DTYPE_F32 : MH_DTYPE_F64) && c.bias_strides[3] == 1;
   const bool in_place = is_plain && !one_row && keys >= w;
+  const T* const rows = in_place ? static_cast<const T*>(c.bias) + t.begin : copies;
   const auto copy = [&](int64_t l, T* to) MH_INLINE_LAMBDA {
     const int64_t first = t.begin * c.bias_strides[3];
     widen_any<T>(c.bias_dtype, c.bias, of.bias[l] + first, c.bias_strides[3], keys, to);
   };
   if (one_row) copy(0, copies);
+  for (int64_t l = 0; l < w; ++l) copy_at[l] = l * pitch;
+  // Those within it copy what they capture: what a function out of line can reach is read from memory for each key.
   const auto pass = [&](auto scaled) MH_INLINE_LAMBDA {
     for (int64_t l0 = 0; l0 < width; l0 += w) {
       T* const from = s + l0;
       vec<T> top(-infinity<T>);
-      const auto add = [&](int64_t k, vec<T> b) MH_INLINE_LAMBDA {
+      const auto add = [=](int64_t k, vec<T> b) MH_INLINE_LAMBDA {
         const vec<T> x = scaled(load(from + k * width));
         const vec<T> sum = Closes ? biased<T>(x, b) : x + b;
         store<T>(from + k * width, sum);
@@ -207,37 +211,34 @@ __attribute__((noinline)) void bias_pass_transposed(const kernel_call& c, const 
       if (one_row) {
         top = top_of<T>(top, keys, [&](int64_t k) MH_INLINE_LAMBDA { return add(k, vec<T>(copies[k])); });
       } else {
-        const T* b[w];
-        for (int64_t l = 0; l < w; ++l) {
-          if (!in_place) copy(l0 + l, copies + l * pitch);
-          b[l] = in_place ? static_cast<const T*>(c.bias) + of.bias[l0 + l] + t.begin : copies + l * pitch;
-        }
+        for (int64_t l = 0; !in_place && l < w; ++l) copy(l0 + l, copies + copy_at[l]);
+        const int64_t* const row_at = in_place ? of.bias + l0 : copy_at;
         // The bias of keys k, k + 1, ... for all lanes.
-        const auto turned = [&](int64_t k, vec<T>(&rows)[w]) MH_INLINE_LAMBDA {
+        const auto turned = [=](int64_t k, vec<T>(&x)[w]) MH_INLINE_LAMBDA {
 #pragma GCC unroll 16
-          for (int64_t l = 0; l < w; ++l) rows[l] = load(b[l] + k);
-          transpose<T>(rows);
+          for (int64_t l = 0; l < w; ++l) x[l] = load(rows + k + row_at[l]);
+          transpose<T>(x);
         };
         // Keys [k, end) of those in the vectors at k0. By way of memory, so that whole vectors need not go there.
-        const auto add_some = [&](int64_t k0, int64_t k, int64_t end, vec<T> so_far) __attribute__((noinline)) {
-          vec<T> rows[w];
-          turned(k0, rows);
+        const auto add_some = [=](int64_t k0, int64_t k, int64_t end, vec<T> so_far) __attribute__((noinline)) {
+          vec<T> x[w];
+          turned(k0, x);
           alignas(64) T stored[w * w];
 #pragma GCC unroll 16
-          for (int64_t i = 0; i < w; ++i) rows[i].store_aligned(stored + i * w);
+          for (int64_t i = 0; i < w; ++i) x[i].store_aligned(stored + i * w);
           return top_of<T>(so_far, end - k, [&](int64_t i) MH_INLINE_LAMBDA {
             return add(k + i, vec<T>::load_aligned(stored + (k - k0 + i) * w));
           });
         };
-        int64_t k = in_place ? keys_before_line(c, b[0], keys) : 0;
+        int64_t k = in_place ? keys_before_line(c, rows + row_at[0], keys) : 0;
         if (k > 0) top = add_some(0, 0, k, top);
         for (; k + w <= keys; k += w) {
-          vec<T> rows[w];
-          turned(k, rows);
+          vec<T> x[w];
+          turned(k, x);
           vec<T> tops[4];  // as top_of, but unrolled: the rows stay in registers
           for (vec<T>& some : tops) some = top;
 #pragma GCC unroll 16
-          for (int64_t i = 0; i < w; ++i) tops[i % 4] = larger<T>(tops[i % 4], add(k + i, rows[i]));
+          for (int64_t i = 0; i < w; ++i) tops[i % 4] = larger<T>(tops[i % 4], add(k + i, x[i]));
           top = larger<T>(larger<T>(tops[0], tops[1]), larger<T>(tops[2], tops[3]));
         }
         if (k < keys) top = add_some(in_place ? keys - w : k, k, keys, top);
