@@ -196,7 +196,6 @@ __attribute__((noinline)) void bias_pass_transposed(const kernel_call& c, const 
     widen_any<T>(c.bias_dtype, c.bias, of.bias[l] + first, c.bias_strides[3], keys, to);
   };
   if (one_row) copy(0, copies);
-  for (int64_t l = 0; l < w; ++l) copy_at[l] = l * pitch;
   // Those within it copy what they capture: what a function out of line can reach is read from memory for each key.
   const auto pass = [&](auto scaled) MH_INLINE_LAMBDA {
     for (int64_t l0 = 0; l0 < width; l0 += w) {
@@ -211,8 +210,11 @@ __attribute__((noinline)) void bias_pass_transposed(const kernel_call& c, const 
       if (one_row) {
         top = top_of<T>(top, keys, [&](int64_t k) MH_INLINE_LAMBDA { return add(k, vec<T>(copies[k])); });
       } else {
-        for (int64_t l = 0; !in_place && l < w; ++l) copy(l0 + l, copies + copy_at[l]);
-        const int64_t* const row_at = in_place ? of.bias + l0 : copy_at;
+        const int64_t* row_at = of.bias + l0;
+        if (!in_place) {
+          for (int64_t l = 0; l < w; ++l) copy(l0 + l, copies + (copy_at[l] = l * pitch));
+          row_at = copy_at;
+        }
         // The bias of keys k, k + 1, ... for all lanes.
         const auto turned = [=](int64_t k, vec<T>(&x)[w]) MH_INLINE_LAMBDA {
 #pragma GCC unroll 16
