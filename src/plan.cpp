@@ -26,10 +26,8 @@
 //   L2 instead of L1 1.35 to 2.1 (heads of 32 0.9). Own into L2 is 0.9 to 1.2 of the usual way from memory and 0.9 from L3:
 //   not worth a way of its own. In half of L3 nothing asked for: AVX-512 f32 1 to 3 rows 0.97 to 1.15 (one shape 0.89), 4
 //   and more 0.72 to 1.0, 16 bits 0.99 to 1.23; AVX2 one row 0.93 to 1.17, more rows 0.47 to 0.95.
-//   Intel Xeon (AMX): rows of heads side by side, a multiple of 4096 bytes apart, in half of L3, nothing asked for: f32 and f64, one
-//   and two rows 1.1 to 1.6 times as fast on one thread, 1.05 to 1.5 on two (64 heads and 134 MB 0.93 to 1.1), AVX2 as well; three rows 0.88 to
-//   1.03, four 0.61 to 0.82, 16 bits 0.53 to 1.3. Apart by other distances one row is 0.84 to 1.2 times as fast, by less than 4096 bytes 0.8
-//   to 1.09.
+//   Intel Xeon (AMX): f32 and f64, one and two rows, heads side by side, in half of L3, nothing asked for: 0.95 to 1.1 times as fast
+//   where heads take turns (heads_of_task), three rows and more 0.9 to 1.0, 16 bits 0.5 to 1.1.
 #include "plan.hpp"
 
 #include <algorithm>
@@ -135,20 +133,23 @@ bool are_apart(int64_t bytes, int64_t stride, int64_t dim, int64_t size) {
   return stride * size % bytes == 0 && dim * size % bytes != 0;
 }
 
+// Whether rows of neighbouring heads lie next to each other, as in [batch, length, heads, head_dim].
+bool are_side_by_side(const problem& p) {
+  return p.kv_heads > 1 && p.k_strides[1] == p.head_dim && p.v_strides[1] == p.v_dim && p.k_strides[3] == 1 &&
+         p.v_strides[3] == 1;
+}
+
 // Whether what lies in half of L3 is better not asked for, by decode.
 bool comes_unasked(cpu_core core, const problem& p, int64_t lanes_of_f32) {
   const bool widened = dtype_bytes(p.dtype) == 2, wide = lanes_of_f32 >= 16;
   const int64_t rows = p.group() * p.q_len;
-  constexpr int64_t page_bytes = 4096;
-  const int64_t size = dtype_bytes(p.dtype);
   switch (core) {
     case cpu_core::zen5:
       return !widened;
     case cpu_core::zen4:
       return rows <= (wide ? 3 : 1) || (wide && widened);
     case cpu_core::intel:
-      return !widened && rows <= 2 && are_apart(page_bytes, p.k_strides[2], p.head_dim, size) &&
-             are_apart(page_bytes, p.v_strides[2], p.v_dim, size);
+      return !widened && rows <= 2 && are_side_by_side(p);
     default:
       return false;
   }
@@ -160,9 +161,15 @@ bool comes_unasked(cpu_core core, const problem& p, int64_t lanes_of_f32) {
 // eighth is 0.97 to 0.99 as fast.
 // From further away whole heads are read 0.7 to 1.0 times as fast where others come between: only those of one tile that
 // fit into L1.
+// But where heads lie side by side in rows, all of them go through 16 keys of K and 32 of V in turn, so that lines that two of
+// them share, rows that the hardware fetches together and pages are wanted once. On an Intel Xeon (AMX), 2 to 32 heads of 40 to
+// 128, 1 to 8 rows each, from L3 and memory, 19 shapes, one thread and two: f32 0.96 to 2.2 times as fast (mean 1.31 and 1.34), bf16
+// 0.98 to 2.3 (1.47 and 1.41), AVX2 0.92 to 2.2 (1.31 to 1.41). Half of the heads and then the others 0.8 to 1.1, whole tiles of
+// each in turn 0.86 to 1.25, 32 or 64 keys of K a turn 0.97 and 0.9 of it.
 int64_t heads_of_task(const plan& plan, bool in_l2, int64_t l2_bytes) {
   constexpr int64_t l1_bytes = 32 << 10;
   const problem& p = plan.p;
+  if (plan.turns) return std::clamp<int64_t>(most_rows_at_once / plan.block_q, 1, p.kv_heads);
   const int64_t tile_bytes = std::min(p.kv_len, plan.block_kv) * (p.head_dim + p.v_dim) * dtype_bytes(p.dtype);
   const int64_t room = in_l2 ? l2_bytes / 2 : p.kv_len <= plan.block_kv ? l1_bytes : 0;
   const int64_t most = std::min(most_decode_rows / plan.block_q, room / std::max<int64_t>(tile_bytes, 1));
@@ -319,6 +326,7 @@ kernel_call make_call(const plan& plan) {
   c.prefetch = plan.prefetch;
   c.asks_own = plan.asks_own;
   c.asks_l1 = plan.asks_l1;
+  c.turns = plan.turns;
   c.row_blocks = plan.second_row_blocks;
   return c;
 }
@@ -373,7 +381,9 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cp
   plan.heads_at_once = 1;
   if (plan.kernel == route_decode) {
     plan.block_q = std::max<int64_t>(rows, 1);
-    plan.heads_at_once = heads_of_task(plan, read <= static_cast<double>(l2_bytes), l2_bytes);
+    const bool in_l2 = read <= static_cast<double>(l2_bytes);
+    plan.turns = !in_l2 && are_side_by_side(p);
+    plan.heads_at_once = heads_of_task(plan, in_l2, l2_bytes);
   } else {
     // As many panels as share a tile of K and V while it is in cache, in blocks of even size; Q, O and a tile of K and V
     // of a task within half of L2.

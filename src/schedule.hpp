@@ -33,6 +33,7 @@ class schedule {
   void put_rows(int64_t position, kernel_task& t) const;
   void put_heads(int64_t head, kernel_task& t) const;
   double cost_of(int64_t position) const;  // for one kv head
+  bool is_level(int64_t tasks) const;
 
   const plan& plan_;
   int64_t workers_;

@@ -353,8 +353,7 @@ TEST_CASE("cores that bring what lies in half of L3 are not asked to") {
   CHECK(asks("f32 b1 h8 q2 kv2047 d128 bshd", intel, 0));
   CHECK(asks("f32 b1 h8 q2 kv2048 d128 bshd", intel, l3));
   CHECK(asks("f32 b1 h8 q3 kv2047 d128 bshd", intel, l3));
-  CHECK(asks("f32 b1 h8 q2 kv2047 d128", intel, l3));       // rows one behind the other
-  CHECK(asks("f32 b1 h9 q2 kv1800 d128 bshd", intel, l3));  // 4608 bytes apart
+  CHECK(asks("f32 b1 h8 q2 kv2047 d128", intel, l3));  // rows one behind the other
   CHECK(asks("bf16 b1 h16 q2 kv2047 d128 bshd", intel, l3));
   for (const kernel_table* table : tables()) {
     const bool wide = table->lanes >= 16;
@@ -498,6 +497,29 @@ TEST_CASE("heads of few rows and keys share tasks, as long as each worker gets e
   CHECK(tasks(2) == 8 * 2);  // of 12 heads each
   CHECK(tasks(4) == 8 * 4);
   CHECK(tasks(24) == 8 * 24);
+}
+
+TEST_CASE("heads side by side take turns where K and V are not in L2, in as few tasks as level the load") {
+  const auto turns = [](const char* line) { return plan_of(line).turns; };
+  CHECK(turns("f32 b1 h12 q1 kv1024 d64 bshd"));
+  CHECK(turns("bf16 b4 h12/4 q1 kv1024 d64 bshd"));
+  CHECK(!turns("f32 b1 h12 q1 kv1024 d64"));
+  CHECK(!turns("f32 b1 h12/1 q1 kv4096 d64 bshd"));
+  CHECK(!turns("f32 b1 h12 q1 kv128 d64 bshd"));
+  CHECK(!turns("f32 b1 h12 q64 kv1024 d64 bshd"));
+  CHECK(!turns("f32 b1 h12 q1 kv1024 d64 strides=lastdim"));
+  CHECK(!turns("f32 b1 h12 q1 kv1024 d64 strides=odd"));
+  CHECK(plan_of("f32 b1 h12 q4 kv1024 d64 bshd").heads_at_once == 12);
+  CHECK(plan_of("f32 b1 h64 q4 kv1024 d64 bshd").heads_at_once == 32);
+  CHECK(plan_of("f32 b1 h200 q1 kv1024 d64 bshd").heads_at_once == 128);
+  const auto tasks = [](const char* line, int64_t workers) { return schedule(plan_of(line), workers).tasks(); };
+  CHECK(tasks("f32 b1 h12 q1 kv1024 d64 bshd", 1) == 2);  // chunks of 512 keys
+  CHECK(tasks("f32 b1 h12 q1 kv1024 d64 bshd", 2) == 2);
+  CHECK(tasks("f32 b1 h12 q1 kv1500 d64 bshd", 2) == 3 * 2);  // else one of two gets two of three
+  CHECK(tasks("f32 b1 h12 q1 kv1500 d64 bshd", 3) == 3);
+  CHECK(tasks("f32 b3 h12 q1 kv512 d64 bshd", 2) == 3 * 2);
+  CHECK(tasks("f32 b1 h12 q1 kv1024 d64 bshd", 64) == 2 * 12);
+  CHECK(tasks("f32 b1 h12 q1 kv65536 d64 bshd", 64) == 128);
 }
 
 TEST_CASE("on few threads heads come one after another, the longest task of each first") {

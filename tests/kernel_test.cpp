@@ -383,10 +383,14 @@ TEST_CASE("problems") {
 TEST_CASE("heads that share a task have the bits that they have alone") {
   for (const kernel_table* table : chosen.tables) {
     for (const char* dtype : dtype_names) {
-      for (const char* shape : {" b2 h7 q2 kv40 d24", " b2 h14/7 q1 kv150 d24", " b2 h7 q1 kv40 d8"}) {
-        test_case c(parse_problem(dtype + std::string(shape) + " mask lse"));
-        const plan together = make_plan(c.p, *table, large_l2);
-        REQUIRE((together.kernel == route_decode && together.heads_at_once >= 4));
+      for (const char* shape : {" b2 h7 q2 kv40 d24", " b2 h14/7 q1 kv150 d24", " b2 h7 q1 kv40 d8",
+                                " b2 h7 q1 kv150 d24 bshd", " b2 h14/7 q1 kv150 d40 bshd", " b2 h7 q1 kv150 d8 bshd"}) {
+        const std::string line = dtype + std::string(shape) + " mask lse";
+        CAPTURE(line);
+        test_case c(parse_problem(line));
+        const bool side_by_side = line.find("bshd") != std::string::npos;
+        const plan together = make_plan(c.p, *table, side_by_side ? small_l2 : large_l2);
+        REQUIRE((together.kernel == route_decode && together.heads_at_once >= 4 && together.turns == side_by_side));
         // Of one head a value is infinite, which only care keeps from its other dims; of the next they are so small that
         // the weights of careful rows would make them denormal; of one no row sees a key, and it has no numbers; the
         // next sees none of one tile.
@@ -402,6 +406,7 @@ TEST_CASE("heads that share a task have the bits that they have alone") {
         c.mask.each([&](const index4& i) {
           const int64_t head = i[1] / c.p.group();
           if (head == 3 || (head == 4 && i[3] / together.block_kv == 1)) c.mask.set(i, 0);
+          if (head == 1 && i[3] == 3 && i[0] == 0) c.mask.set(i, 1);
         });
         const auto bits = [&](const plan& plan) {
           c.clear_outputs();

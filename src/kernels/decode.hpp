@@ -21,6 +21,8 @@ struct decode_task {
   using T = typename D::real;
   static constexpr int64_t w = lanes<T>;
   static constexpr int64_t keys_at_once = 32;  // rows of V that stay in L1: 16 KB of 128 floats
+  // Of K that are worked on for a head before the next head, where heads take turns; of V keys_at_once.
+  static constexpr int64_t turn_keys = 16;
   // Rows worked on together. 8 of them convert each 16-bit element half as often, but were slower: V is then read in
   // pieces of 64 bytes.
   static constexpr int most_rows = 4;
@@ -45,25 +47,27 @@ struct decode_task {
   int64_t k_pairs, v_pairs;  // what of a row goes in pairs of vectors: all but the last vector or two
   int64_t width;             // keys of a score row, padded
   T* q;                      // [heads * padded_rows][k_dim]: copies, where rows are not read in place
-  const T* q_rows[most_decode_rows];  // where each row is
-  const T* const* q_row;              // the first of those worked on
-  T* out;                             // [heads * padded_rows][v_dim]
-  T* scores;                          // [heads * padded_rows][width]
-  bits<T>* words;                     // [width / word_keys + 1][whole vectors of rows]
+  const T* q_rows[most_rows_at_once];  // where each row is
+  const T* const* q_row;               // the first of those worked on
+  T* out;                              // [heads * padded_rows][v_dim]
+  T* scores;                           // [heads * padded_rows][width]
+  T* unfinished;                       // [heads * padded_rows][v_dim]: where heads take turns, a tile's sums so far
+  bits<T>* words;                      // [heads][width / word_keys + 1][whole vectors of rows]
   T* k_copy;
   T* v_copy;
   T* row_sums;  // [heads * padded_rows][w], to be added up
-  T row_max[most_decode_rows];
-  bool started[most_decode_rows];  // of a head: out holds something
-  alignas(64) bits<T> k_kept[w];   // of the last vector of K: all bits of a lane, or none
+  T row_max[most_rows_at_once];
+  bool started[most_rows_at_once];  // of a head: out holds something
+  alignas(64) bits<T> k_kept[w];    // of the last vector of K: all bits of a lane, or none
   // Whether results go from the registers to their place, as all keys are in one tile; where to, and times what.
   bool direct;
-  T* places[most_decode_rows];
-  T factors[most_decode_rows];
-  vec<T> zeros;                      // finite_check::sum of what was written of a head
-  bool is_finite[most_decode_rows];  // of a head: its results are
+  T* places[most_rows_at_once];
+  T factors[most_rows_at_once];
+  vec<T> zeros;                       // finite_check::sum of what was written of a head
+  bool is_finite[most_rows_at_once];  // of a head: its results are
 
-  MH_INLINE void carve(carver& from, int64_t row_count) {
+  MH_INLINE void carve(carver& from, int64_t head_count, int64_t head_rows) {
+    const int64_t row_count = head_count * head_rows;
     k_dim = round_up(c.head_dim, w);
     v_dim = round_up(c.v_dim, w);
     k_back = c.head_dim < w ? 0 : k_dim - c.head_dim;
@@ -76,7 +80,8 @@ struct decode_task {
     out = from.take<T>(row_count * v_dim);
     scores = from.take<T>(row_count * width);
     row_sums = from.take<T>(row_count * w);
-    words = from.take<bits<T>>((width / word_keys + 1) * round_up(row_count, w));
+    unfinished = from.take<T>(c.turns ? row_count * v_dim : 0);
+    words = from.take<bits<T>>(head_count * words_of_head(head_rows));
     k_copy = from.take<T>(c.copy_kv ? c.block_kv * k_dim : 0);
     v_copy = from.take<T>(c.copy_kv ? c.block_kv * v_dim : 0);
   }
@@ -87,9 +92,12 @@ struct decode_task {
     const kernel_task none{};
     decode_task sizes(c, none);
     carver from{nullptr};
-    sizes.carve(from, round_up(row_count, most_rows));
+    const int64_t head_count = max_of(1, row_count / max_of(1, c.rows));
+    sizes.carve(from, head_count, head_count > 1 ? row_count / head_count : round_up(row_count, most_rows));
     return from.used;
   }
+
+  MH_INLINE int64_t words_of_head(int64_t head_rows) const { return (width / word_keys + 1) * round_up(head_rows, w); }
 
   // Out of line: clang keeps an address for each element, of which the usual way would pay.
   static __attribute__((noinline)) void gather(const typename D::storage* row, int64_t stride, T (&to)[2 * w]) {
@@ -140,7 +148,7 @@ struct decode_task {
     rows = task.row_end - task.row_begin;
     padded_rows = rows + (adds_row() ? 1 : 0);
     carver from{static_cast<char*>(task.scratch)};
-    carve(from, heads * padded_rows);
+    carve(from, heads, padded_rows);
     for (int64_t l = 0; l < w && k_back > 0; ++l) k_kept[l] = l < k_back ? bits<T>(0) : ~bits<T>(0);
     q_row = q_rows;
     const bool in_place = reads_q_in_place();
@@ -217,6 +225,10 @@ struct decode_task {
   static MH_INLINE void ask(const char* p) {
     __builtin_prefetch(p, 0, For == asks::other_l1 || For == asks::own ? 3 : 2);
   }
+
+  // Where heads lie side by side: so that a line, and a page, is read for all of them at about the same time. Each asks for its
+  // own rows of the next turn.
+  MH_INLINE bool take_turns() const { return c.turns && heads > 1; }
 
   MH_INLINE bool own_is_better() const { return may_ask_own && c.prefetch && c.asks_own; }
   // More rows take those of K and V in several passes, and 5 to 12 were 1.06 to 1.5 times as slow.
@@ -336,34 +348,42 @@ struct decode_task {
 
   // Rows r .. end against `keys` keys, R rows at a time as long as there are so many, then fewer.
   template <int R, asks For, class E>
-  MH_INLINE void score_all(int64_t r, int64_t end, rows_at<E> k, int64_t keys, soon next) {
+  MH_INLINE void score_all(int64_t r, int64_t end, rows_at<E> k, int64_t keys, T* s, soon next) {
     const int64_t row_end = r + (end - r) / R * R;
     if (r < row_end) {
       for (int64_t i = 0; i < keys; i += dots / R) {
-        for (int64_t n = r; n < row_end; n += R) score_rows<R, For>(n, k.from(i), keys - i, scores + i, next.from(i));
+        for (int64_t n = r; n < row_end; n += R) score_rows<R, For>(n, k.from(i), keys - i, s + i, next.from(i));
       }
     }
     if constexpr (R > 1) {
-      if (row_end < end) score_all<R / 2, For>(row_end, end, k, keys, next);
+      if (row_end < end) score_all<R / 2, For>(row_end, end, k, keys, s, next);
     }
   }
 
   template <asks For, class E>
-  __attribute__((noinline)) void score(int64_t h, rows_at<E> k, int64_t keys, soon next) {
-    score_all<most_rows, For>(h * padded_rows, (h + 1) * padded_rows, k, keys, next);
+  __attribute__((noinline)) void score(int64_t h, int64_t first, rows_at<E> k, int64_t keys, soon next) {
+    score_all<most_rows, For>(h * padded_rows, (h + 1) * padded_rows, k, keys, scores + first, next);
   }
 
-  // O[row .. row + R)[dims of N vectors] += P V for one tile. N: pairs, or 0 for a single vector.
+  // What of a tile's sums some keys are: whether keys before them are in them, whether these are the last, and then whether they
+  // are added to what other tiles gave. In this way sums have the same bits however many keys are worked on at once.
+  struct part {
+    bool goes_on, ends, begun;
+  };
+
+  // O[row .. row + R)[dims of N vectors] += P V for some keys. N: pairs, or 0 for a single vector.
   template <bool Careful, int R, int N, asks For, class E>
   MH_INLINE void add_values(rows_at<E> v, int64_t keys, int64_t first_row, const T* p, int64_t d, int64_t at_dim,
-                            bool begun, soon next) {
+                            part of, soon next) {
     constexpr int V = N == 0 ? 1 : 2 * N;
     constexpr int64_t bytes = V * w * static_cast<int64_t>(sizeof(typename E::storage));
     vec<T> acc[R][V];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
-      for (int n = 0; n < V; ++n) acc[r][n] = vec<T>(T(0));
+      for (int n = 0; n < V; ++n) {
+        acc[r][n] = of.goes_on ? vec<T>::load_aligned(unfinished + (first_row + r) * v_dim + d + n * w) : vec<T>(T(0));
+      }
     }
     for (int64_t k = 0; k < keys; ++k) {
 #pragma GCC unroll 8
@@ -405,27 +425,28 @@ struct decode_task {
       zeros = zeros + finite.sum();
       return;
     }
-    T* const to = out + first_row * v_dim + d;
+    T* const to = (of.ends ? out : unfinished) + first_row * v_dim + d;
+    const bool adds = of.ends && of.begun;
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
       for (int n = 0; n < V; ++n) {
         T* at_row = to + r * v_dim + n * w;
-        (begun ? vec<T>::load_aligned(at_row) + acc[r][n] : acc[r][n]).store_aligned(at_row);
+        (adds ? vec<T>::load_aligned(at_row) + acc[r][n] : acc[r][n]).store_aligned(at_row);
       }
     }
   }
 
   // All dims of R rows.
   template <bool Careful, int R, asks For, class E>
-  MH_INLINE void add_rows(int64_t r, int64_t first, rows_at<E> v, int64_t keys, bool begun, soon next) {
+  MH_INLINE void add_rows(int64_t r, int64_t first, rows_at<E> v, int64_t keys, part of, soon next) {
     constexpr int N = pairs_of<R>;
     constexpr int64_t step = 2 * N * w;
     constexpr int64_t size = sizeof(typename E::storage);
     const T* p = scores + r * width + first;
     int64_t d = 0;
     const auto add = [&]<int Pairs>(int64_t at_dim) MH_INLINE_LAMBDA {
-      add_values<Careful, R, Pairs, For>(v.from(0, at_dim), keys, r, p, d, at_dim, begun, next.from(0, d * size));
+      add_values<Careful, R, Pairs, For>(v.from(0, at_dim), keys, r, p, d, at_dim, of, next.from(0, d * size));
     };
     for (; d + step <= v_pairs; d += step) add.template operator()<N>(d);
     if constexpr (N > 2) {
@@ -438,29 +459,32 @@ struct decode_task {
   }
 
   template <bool Careful, int R, asks For, class E>
-  MH_INLINE void add_all_rows(int64_t r, int64_t end, int64_t first, rows_at<E> v, int64_t keys, bool begun,
-                              soon next) {
+  MH_INLINE void add_all_rows(int64_t r, int64_t end, int64_t first, rows_at<E> v, int64_t keys, part of, soon next) {
     if constexpr (For == asks::own && R == most_rows) {
       // Where half the rows take whole rows of V: it then comes from memory in one piece, not in two.
       if (v_pairs / (2 * w * pairs_of<R / 2>) == 1)
-        return add_all_rows<Careful, R / 2, For>(r, end, first, v, keys, begun, next);
+        return add_all_rows<Careful, R / 2, For>(r, end, first, v, keys, of, next);
     }
     const int64_t row_end = r + (end - r) / R * R;
-    for (int64_t n = r; n < row_end; n += R) add_rows<Careful, R, For>(n, first, v, keys, begun, next);
+    for (int64_t n = r; n < row_end; n += R) add_rows<Careful, R, For>(n, first, v, keys, of, next);
     if constexpr (R > 1) {
-      if (row_end < end) add_all_rows<Careful, R / 2, For>(row_end, end, first, v, keys, begun, next);
+      if (row_end < end) add_all_rows<Careful, R / 2, For>(row_end, end, first, v, keys, of, next);
     }
   }
 
-  // With more rows than one pass takes, a few keys at a time, so that their rows of V stay in L1 for the next pass.
+  // A tile's keys from `first` on. With more rows than one pass takes, a few of them at a time, each few a sum of their own, so
+  // that their rows of V stay in L1 for the next pass.
   template <bool Careful, asks For, class E>
-  __attribute__((noinline)) void add_all(int64_t h, rows_at<E> v, int64_t keys, soon next) {
-    const int64_t step = rows > most_rows ? keys_at_once : keys;
-    for (int64_t first = 0; first < keys; first += step) {
-      add_all_rows<Careful, most_rows, For>(h * padded_rows, (h + 1) * padded_rows, first, v.from(first),
-                                            min_of(step, keys - first), started[h] || first > 0, next.from(first));
+  __attribute__((noinline)) void add_all(int64_t h, int64_t first, rows_at<E> v, int64_t keys, bool last, soon next) {
+    const bool one_pass = rows <= most_rows;
+    const int64_t step = one_pass ? keys : keys_at_once;
+    for (int64_t i = 0; i < keys; i += step) {
+      const bool begins = first + i == 0;
+      add_all_rows<Careful, most_rows, For>(
+          h * padded_rows, (h + 1) * padded_rows, first + i, v.from(i), min_of(step, keys - i),
+          one_pass ? part{!begins, last, started[h]} : part{false, true, started[h] || !begins}, next.from(i));
     }
-    started[h] = true;
+    started[h] = started[h] || last;
   }
 
   // Slots from `keys` on, of the vector at `last`, are no keys. They may hold anything, NaN too.
@@ -547,39 +571,45 @@ struct decode_task {
     MH_INLINE int64_t keys() const { return end - begin; }
   };
 
-  // The scores of head h for a tile, as the softmax takes them. False: no row of it sees any of the keys.
-  MH_INLINE bool score_head(int64_t h, const key_tile& tile, phase_clock* clock) {
-    const int64_t head = kv_head + h, keys = tile.keys(), padded = round_up(keys, w);
+  MH_INLINE bits<T>* words_of(int64_t h) const { return words + h * words_of_head(padded_rows); }
+
+  // Which of a tile's keys head h sees. Where none, its scores say so.
+  MH_INLINE visibility see_head(int64_t h, const key_tile& tile) {
+    if (tile.all_visible) return visibility::all;
+    const visibility see = see_tile<T>(c, at, task.batch, kv_head + h, task.row_begin, rows, round_up(rows, w),
+                                       tile.begin, tile.end, words_of(h));
+    if (see != visibility::none) return see;
+    const int64_t padded = round_up(tile.keys(), w);
     T* const s = scores + h * padded_rows * width;
-    bool restricted = false;
-    if (!tile.all_visible) {
-      const visibility see =
-          see_tile<T>(c, at, task.batch, head, task.row_begin, rows, round_up(rows, w), tile.begin, tile.end, words);
-      lap(clock, phase_mask);
-      if (see == visibility::none) {
-        for (int64_t r = 0; r < padded_rows; ++r) {
-          for (int64_t k = 0; k < padded; k += w) vec<T>(-infinity<T>).store_aligned(s + r * width + k);
-        }
-        return false;
-      }
-      restricted = see == visibility::some;
+    for (int64_t r = 0; r < padded_rows; ++r) {
+      for (int64_t k = 0; k < padded; k += w) vec<T>(-infinity<T>).store_aligned(s + r * width + k);
     }
-    const rows_at<D> k = in_place(c.k, c.k_strides, task.batch, head, tile.begin);
+    return see;
+  }
+
+  // Head h's products with `keys` of a tile's keys, from its key `first` on.
+  MH_INLINE void score_head(int64_t h, const key_tile& tile, int64_t first, int64_t keys) {
+    const int64_t begin = tile.begin + first;
+    const rows_at<D> k = in_place(c.k, c.k_strides, task.batch, kv_head + h, begin);
     if (c.copy_kv) {
-      score<asks::nothing>(h, copied_k(k, keys), keys, soon{});
-    } else {
-      asking(way_of_asking(), [&](auto way) MH_INLINE_LAMBDA {
-        constexpr asks For = decltype(way)::value;
-        score<For>(h, k, keys,
-                   as_soon(For == asks::own ? further_on(k, k_dim)
-                                            : in_place(c.v, c.v_strides, task.batch, head, tile.begin)));
-      });
+      score<asks::nothing>(h, first, copied_k(k, keys), keys, soon{});
+      return;
     }
-    lap(clock, phase_scores);
-    if (has_score_passes(c)) change_scores_of(head, tile, s, padded);
-    if (restricted) visibility_pass_rows<T>(words, round_up(rows, w), rows, padded, width, s);
-    if (restricted || has_score_passes(c)) lap(clock, phase_mask);
-    return true;
+    asking(way_of_asking(), [&](auto way) MH_INLINE_LAMBDA {
+      constexpr asks For = decltype(way)::value;
+      const rows_at<D> next = take_turns()       ? k.from(turn_keys)
+                              : For == asks::own ? further_on(k, k_dim)
+                                                 : in_place(c.v, c.v_strides, task.batch, kv_head + h, begin);
+      score<For>(h, first, k, keys, as_soon(next));
+    });
+  }
+
+  // What else is done to scores of head h before the softmax takes them.
+  MH_INLINE void change_scores(int64_t h, const key_tile& tile, visibility see) {
+    const int64_t padded = round_up(tile.keys(), w);
+    T* const s = scores + h * padded_rows * width;
+    if (has_score_passes(c)) change_scores_of(kv_head + h, tile, s, padded);
+    if (see == visibility::some) visibility_pass_rows<T>(words_of(h), round_up(rows, w), rows, padded, width, s);
   }
 
   __attribute__((noinline)) void change_scores_of(int64_t head, const key_tile& tile, T* s, int64_t padded) {
@@ -599,32 +629,36 @@ struct decode_task {
                     first_key(positions_of(c, next.batch), next));
   }
 
-  // O of head h += P V for a tile, with more of them to come up to `end`.
+  // O of head h += P V for `keys` of a tile's keys, from its key `first` on, with more tiles to come up to `end`.
   template <bool Careful>
-  MH_INLINE void add_head(int64_t h, const key_tile& tile, int64_t end) {
-    const rows_at<D> v = in_place(c.v, c.v_strides, task.batch, kv_head + h, tile.begin);
-    const int64_t keys = tile.keys();
+  MH_INLINE void add_head(int64_t h, const key_tile& tile, int64_t first, int64_t keys, int64_t end) {
+    const rows_at<D> v = in_place(c.v, c.v_strides, task.batch, kv_head + h, tile.begin + first);
+    const bool last = first + keys == tile.keys();
     asks way = Careful ? asks::nothing : way_of_asking();
     if (way != asks::own && tile.end >= end && task.next == nullptr) way = asks::nothing;
     if (c.copy_kv) {
-      add_all<Careful, asks::nothing>(h, copied_v(v, keys), keys, soon{});
+      add_all<Careful, asks::nothing>(h, first, copied_v(v, keys), keys, last, soon{});
     } else if constexpr (Careful) {
-      add_all<Careful, asks::nothing>(h, v, keys, soon{});
+      add_all<Careful, asks::nothing>(h, first, v, keys, last, soon{});
     } else {
       asking(way, [&](auto as) MH_INLINE_LAMBDA {
         constexpr asks For = decltype(as)::value;
-        if constexpr (For == asks::nothing) return add_all<Careful, For>(h, v, keys, soon{});
-        add_all<Careful, For>(h, v, keys, as_soon(For == asks::own ? further_on(v, v_dim) : following_k(h, tile, end)));
+        if constexpr (For == asks::nothing) return add_all<Careful, For>(h, first, v, keys, last, soon{});
+        const rows_at<D> next = take_turns()       ? v.from(turn_keys)
+                                : For == asks::own ? further_on(v, v_dim)
+                                                   : following_k(h, tile, end);
+        add_all<Careful, For>(h, first, v, keys, last, as_soon(next));
       });
     }
   }
 
   // Whether results go to their place at once: all keys are here, and all rows have some.
-  MH_INLINE bool ends_here(int64_t keys, const bool* seen) const {
-    if (widens || c.copy_kv || c.chunks > 1 || c.out_strides[3] != 1 || padded_rows != rows) return false;
+  MH_INLINE bool ends_here(int64_t keys, const visibility* see) const {
+    if (widens || c.copy_kv || c.chunks > 1 || c.out_strides[3] != 1 || padded_rows != rows || take_turns())
+      return false;
     if (rows > most_rows && keys > keys_at_once) return false;
     for (int64_t h = 0; h < heads; ++h) {
-      if (!seen[h]) return false;
+      if (see[h] == visibility::none) return false;
     }
     return true;
   }
@@ -651,7 +685,8 @@ struct decode_task {
     }
   }
 
-  // Head after head in each step of a tile, so that one need not wait for what the step before made of the last.
+  // Head after head in each step of a tile, so that one need not wait for what the step before made of the last. Where they
+  // take turns, products of a few keys are a step.
   template <bool Careful>
   __attribute__((noinline)) void attend_all() {
     const T careful_factor = Careful ? static_cast<T>(::exp2(-careful_shift(c.kv_len))) : T(1);
@@ -660,10 +695,10 @@ struct decode_task {
     memset(row_sums, 0, static_cast<size_t>(all_rows * w) * sizeof(T));
     for (int64_t r = 0; r < all_rows; ++r) row_max[r] = lowest<T>;
     for (int64_t h = 0; h < heads; ++h) started[h] = false;
-    const key_range first = range_of(c, at, task.row_begin / c.group);
-    const key_range last = range_of(c, at, (task.row_end - 1) / c.group);
+    const key_range of_first = range_of(c, at, task.row_begin / c.group);
+    const key_range of_last = range_of(c, at, (task.row_end - 1) / c.group);
     const int64_t begin = first_key(at, task);
-    int64_t end = c.extra_keys > 0 ? c.kv_len : last.end;
+    int64_t end = c.extra_keys > 0 ? c.kv_len : of_last.end;
     if (c.chunks > 1) end = min_of(end, (task.chunk + 1) * c.chunk_keys);
     int64_t tile = 0;
     phase_clock* clock = nullptr;
@@ -671,23 +706,41 @@ struct decode_task {
       clock = clock_of(tile++, (end - b + c.block_kv - 1) / c.block_kv);
       key_tile t{max_of(b, begin), min_of(b + c.block_kv, end), false};
       if (t.keys() <= 0) continue;  // a window that begins behind the last key
-      t.all_visible = c.mask == nullptr && c.key_mask == nullptr && t.begin >= last.begin && t.end <= first.end;
-      bool seen[most_decode_rows], any = false;
+      t.all_visible = c.mask == nullptr && c.key_mask == nullptr && t.begin >= of_last.begin && t.end <= of_first.end;
+      visibility see[most_rows_at_once];
+      bool any = false, all = true;
       for (int64_t h = 0; h < heads; ++h) {
-        seen[h] = score_head(h, t, clock);
-        any = any || seen[h];
+        see[h] = see_head(h, t);
+        any = any || see[h] != visibility::none;
+        all = all && see[h] == visibility::all;
       }
+      if (!t.all_visible) lap(clock, phase_mask);
       if (!any) continue;
-      const int64_t padded = round_up(t.keys(), w);
-      if (t.keys() < padded) close_slots(t.keys(), padded - w);
+      const int64_t keys = t.keys(), padded = round_up(keys, w);
+      const int64_t of_k = take_turns() ? turn_keys : keys, of_v = take_turns() ? keys_at_once : keys;
+      for (int64_t first = 0; first < keys; first += of_k) {
+        for (int64_t h = 0; h < heads; ++h) {
+          if (see[h] != visibility::none) score_head(h, t, first, min_of(of_k, keys - first));
+        }
+      }
+      lap(clock, phase_scores);
+      if (!all || has_score_passes(c)) {
+        for (int64_t h = 0; h < heads; ++h) {
+          if (see[h] != visibility::none) change_scores(h, t, see[h]);
+        }
+        lap(clock, phase_mask);
+      }
+      if (keys < padded) close_slots(keys, padded - w);
       weigh_all<Careful, min_of(most_rows, exp2_vectors)>(0, padded, careful_factor);
       lap(clock, phase_softmax);
-      if constexpr (!Careful) direct = t.begin == begin && t.end == end && ends_here(t.keys(), seen);
+      if constexpr (!Careful) direct = t.begin == begin && t.end == end && ends_here(keys, see);
       if (direct) end_rows_here();
-      for (int64_t h = 0; h < heads; ++h) {
-        zeros = vec<T>(T(0));
-        if (seen[h]) add_head<Careful>(h, t, end);
-        if (direct) is_finite[h] = finite_check<T>::passed(zeros);
+      for (int64_t first = 0; first < keys; first += of_v) {
+        for (int64_t h = 0; h < heads; ++h) {
+          zeros = vec<T>(T(0));
+          if (see[h] != visibility::none) add_head<Careful>(h, t, first, min_of(of_v, keys - first), end);
+          if (direct) is_finite[h] = finite_check<T>::passed(zeros);
+        }
       }
       lap(clock, phase_values);
     }

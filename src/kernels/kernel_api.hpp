@@ -72,6 +72,7 @@ struct kernel_call {
   int32_t prefetch;  // 1: ask for rows of K, V, Q and out ahead of need
   int32_t asks_own;  // 1: a decode step asks for rows of K with K and of V with V; else for each with the other
   int32_t asks_l1;   // 1: a decode step asks for rows in 16 bits into L1, else into L2
+  int32_t turns;     // 1: the kv heads of a decode step's task take turns, a few keys each
   int32_t copy_kv;   // 1: copy each K and V tile to scratch first (plan.cpp: needs_copy)
 
   // Outputs of the second pass (weights_task).
@@ -185,8 +186,8 @@ using read_fn = uint64_t (*)(const void*, int64_t bytes);
 
 enum route : int32_t { route_tile, route_decode, route_matrix, route_count };
 
-// For so many rows tasks of the decode route have room: those of a kv head, times kv heads.
-inline constexpr int64_t most_decode_rows = 32;
+// A kv head of so many rows may take the decode route, and a task of it has room for so many rows of all its kv heads.
+inline constexpr int64_t most_decode_rows = 32, most_rows_at_once = 128;
 // And all routes for a tile of so many keys.
 inline constexpr int64_t most_tile_keys = 256;
 
