@@ -194,8 +194,8 @@ struct matrix_operands {
     return {base + d * unit_step, key_steps * step, step, unit_step};
   }
 
-  // The same keys of V: A of the values.
-  __attribute__((noinline)) void pack_values(int64_t begin, int64_t end) const {
+  // The same keys of V: A of the values. With each line one of `ahead` is asked for, if any.
+  __attribute__((noinline)) void pack_values(int64_t begin, int64_t end, lines_ahead* ahead) const {
     const auto* from = static_cast<const storage*>(c.v) + task.batch * c.v_strides[0] + kv_head * c.v_strides[1];
     for (int64_t first = 0; first < round_up(end - begin, unit_step); first += piece) {
       const int64_t step = first / unit_step;
@@ -207,6 +207,7 @@ struct matrix_operands {
 #pragma GCC unroll 16
           for (int64_t l = 0; l < w; ++l, row += 2 * c.v_strides[2]) load_pairs<D>(row, row + c.v_strides[2], lines[l]);
           if (d * static_cast<int64_t>(sizeof(storage)) % 64 == 0) ask(row, c.v_strides, piece, w);  // a line once
+          if (ahead != nullptr) ahead->ask(piece * w * static_cast<int64_t>(sizeof(storage)) / 64);
         }
         for (int64_t l = all ? w : 0; l < w; ++l) {
           const int64_t key = begin + first + 2 * l;

@@ -175,6 +175,11 @@ class lines_ahead {
   }
   MH_INLINE void clear() { walk = line_walk(upcoming{}, rows_, rows_); }
   MH_INLINE bool empty() const { return walk.done() && walk.more == walk.last; }
+  // For up to n lines of the rows that come next.
+  MH_INLINE void ask(int64_t n) {
+    walk.turn();
+    for (; n > 0 && !walk.done(); --n) walk.step();
+  }
 
   line_walk walk{upcoming{}, rows_, rows_};
 
