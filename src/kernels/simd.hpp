@@ -220,12 +220,15 @@ MH_INLINE vec<T> larger(vec<T> top, vec<T> x) {
 #endif
 }
 
-// Of all lanes. xsimd's goes through permutations by tables on AVX-512.
+// Of all lanes. xsimd's goes through permutations by tables on AVX-512, and on AArch64 through functions that g++ 12 may call.
 template <class T>
 MH_INLINE T largest_of(vec<T> x) {
 #if defined(__AVX512F__)
   if constexpr (sizeof(T) == 4) return _mm512_reduce_max_ps(x);
   if constexpr (sizeof(T) == 8) return _mm512_reduce_max_pd(x);
+#elif defined(__aarch64__) && !XSIMD_WITH_EMULATED
+  if constexpr (sizeof(T) == 4) return vmaxvq_f32(x);
+  if constexpr (sizeof(T) == 8) return vmaxvq_f64(x);
 #else
   return xsimd::reduce_max(x);
 #endif
