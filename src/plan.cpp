@@ -26,8 +26,8 @@
 //   L2 instead of L1 1.35 to 2.1 (heads of 32 0.9). Own into L2 is 0.9 to 1.2 of the usual way from memory and 0.9 from L3:
 //   not worth a way of its own. In half of L3 nothing asked for: AVX-512 f32 1 to 3 rows 0.97 to 1.15 (one shape 0.89), 4
 //   and more 0.72 to 1.0, 16 bits 0.99 to 1.23; AVX2 one row 0.93 to 1.17, more rows 0.47 to 0.95.
-//   Intel Xeon (AMX): f32 and f64, one and two rows, heads side by side, in half of L3, nothing asked for: 0.95 to 1.1 times as fast
-//   where heads take turns (heads_of_task), three rows and more 0.9 to 1.0, 16 bits 0.5 to 1.1.
+//   Intel Xeon (AMX): f32 and f64, one and two rows, heads side by side, in half of L3, nothing asked for: 0.98 to 1.1 times as fast
+//   where heads take turns (heads_of_task), three rows and more 0.88 to 1.04, 16 bits 0.44 to 1.14.
 #include "plan.hpp"
 
 #include <algorithm>
@@ -164,8 +164,8 @@ bool comes_unasked(cpu_core core, const problem& p, int64_t lanes_of_f32) {
 // But where heads lie side by side in rows, all of them go through 16 keys of K and 32 of V in turn, so that lines that two of
 // them share, rows that the hardware fetches together and pages are wanted once. On an Intel Xeon (AMX), 2 to 32 heads of 40 to
 // 128, 1 to 8 rows each, from L3 and memory, 19 shapes, one thread and two: f32 0.96 to 2.2 times as fast (mean 1.31 and 1.34), bf16
-// 0.98 to 2.3 (1.47 and 1.41), AVX2 0.92 to 2.2 (1.31 to 1.41). Half of the heads and then the others 0.8 to 1.1, whole tiles of
-// each in turn 0.86 to 1.25, 32 or 64 keys of K a turn 0.97 and 0.9 of it.
+// 0.98 to 2.3 (1.47 and 1.41), AVX2 0.92 to 2.2 (1.31 to 1.41). With whole tiles of each head in turn 0.86 to 1.22; with 12 of 20 to
+// 64 heads a task 0.73 to 1.12 of it, with 32 keys of K a turn 0.91 and 0.97, with 64 of both 0.83.
 int64_t heads_of_task(const plan& plan, bool in_l2, int64_t l2_bytes) {
   constexpr int64_t l1_bytes = 32 << 10;
   const problem& p = plan.p;

@@ -8,7 +8,7 @@
 //   on one thread 1.04 to 1.2. A panel is the grain: cut further it would not fill the registers of the micro-kernel.
 // A decode step's tasks take several kv heads where the plan allows it and each worker gets eight of them; where heads take
 //   turns, the more of them the better, so one, and up to four times as many where workers then get as many each: on two
-//   threads two, four and eight each were 0.96, 0.95 and 0.9 times as fast, 1500 keys, in three chunks, with one 0.85.
+//   threads two, four and eight each were 0.96, 0.95 and 0.9 times as fast, 1500 keys, in three chunks, with one 0.9.
 // Order: heads one after another, so that K and V stay in cache, and in each head the longest task first. So the work
 //   ends with the short tasks of the last head, and where these are too few to level the load, of the last several.
 // One worker has no load to level: blocks stay whole, heads follow each other. On two the rows of workloads.txt are as

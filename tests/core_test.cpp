@@ -353,7 +353,8 @@ TEST_CASE("cores that bring what lies in half of L3 are not asked to") {
   CHECK(asks("f32 b1 h8 q2 kv2047 d128 bshd", intel, 0));
   CHECK(asks("f32 b1 h8 q2 kv2048 d128 bshd", intel, l3));
   CHECK(asks("f32 b1 h8 q3 kv2047 d128 bshd", intel, l3));
-  CHECK(asks("f32 b1 h8 q2 kv2047 d128", intel, l3));  // rows one behind the other
+  CHECK(asks("f32 b1 h8 q2 kv2047 d128", intel, l3));        // rows one behind the other
+  CHECK(!asks("f32 b1 h9 q2 kv1800 d128 bshd", intel, l3));  // 4608 bytes apart
   CHECK(asks("bf16 b1 h16 q2 kv2047 d128 bshd", intel, l3));
   for (const kernel_table* table : tables()) {
     const bool wide = table->lanes >= 16;

@@ -232,8 +232,8 @@ struct matrix_task {
 
   // How many lines of the next tile are asked for in a turn: as many as bring all of it, where few panels take few turns. Those
   // ask for a line with each line of V that is packed, too. bf16 on AMX, 1000 to 4096 keys, heads of 64 and 128, one panel to
-  // four: from L3 1.03 to 1.08 times as fast as with turn_lines alone, from memory 1.16 to 1.32; without those of packing 1.01 to 1.08
-  // and 1.09 to 1.15, more than 24 a turn 0.98 to 1.04 from L3. Parts take more turns: f16 of two 0.97 to 1.05.
+  // four: up to 37 MB mostly 1.02 to 1.08 times as fast as with turn_lines alone, 134 MB 1.1 to 1.32; without those of packing 1.01 to
+  // 1.09 and 1.09 to 1.15, more than 24 a turn 0.98 to 1.04 up to 17 MB. Parts take more turns: f16 of two 0.97 to 1.05.
   static constexpr int64_t most_lines = 24;
   static constexpr bool asks_for_more = values::parts == 1 && most_lines > matrix_unit::turn_lines;
   int64_t lines_of_turn() const {
