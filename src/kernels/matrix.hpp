@@ -230,16 +230,17 @@ struct matrix_task {
   // Whether these are so many that short turns are enough.
   bool takes_short_turns() const { return steps_of_panel() >= number::short_turn_steps; }
 
-  // How many lines of the next tile are asked for in a turn: as many as bring all of it, where few panels take few turns. Those
-  // ask for a line with each line of V that is packed, too. bf16 on AMX, 1000 to 4096 keys, heads of 64 and 128, one panel to
-  // four: up to 37 MB mostly 1.02 to 1.08 times as fast as with turn_lines alone, 134 MB 1.1 to 1.32; without those of packing 1.01 to
-  // 1.09 and 1.09 to 1.15, more than 24 a turn 0.98 to 1.04 up to 17 MB. Parts take more turns: f16 of two 0.97 to 1.05.
+  // How many more lines of the next tile than turn_lines are asked for in a turn: as many as bring all of it, where few panels
+  // take few turns. Those ask for a line with each line of V that is packed, too. bf16 on AMX, 1000 to 4096 keys, heads of 64 and
+  // 128, one panel to four: up to 37 MB mostly 1.02 to 1.08 times as fast as with turn_lines alone, 134 MB 1.1 to 1.32; without
+  // those of packing 1.01 to 1.09 and 1.09 to 1.15, more than 24 a turn 0.98 to 1.04 up to 17 MB. Parts take more turns: f16 of two
+  // 0.97 to 1.05.
   static constexpr int64_t most_lines = 24;
   static constexpr bool asks_for_more = values::parts == 1 && most_lines > matrix_unit::turn_lines;
-  int64_t lines_of_turn() const {
+  int64_t more_lines_of_turn() const {
     constexpr int64_t size = sizeof(typename D::storage);
     const int64_t lines = c.block_kv * ((c.head_dim * size + 63) / 64 + (c.v_dim * size + 63) / 64);
-    return max_of(matrix_unit::turn_lines, min_of(lines / (panels * steps_of_panel()), most_lines));
+    return max_of(0, min_of(lines / (panels * steps_of_panel()), most_lines) - matrix_unit::turn_lines);
   }
 
   // A block of results, `to` = or += A B. Meanwhile, turn by turn, a panel is weighed and lines are asked for: first of what
@@ -419,7 +420,7 @@ struct matrix_task {
   }
 
   void attend_all() {
-    if constexpr (asks_for_more) more_lines = lines_of_turn() - matrix_unit::turn_lines;
+    if constexpr (asks_for_more) more_lines = more_lines_of_turn();
     int64_t begin = c.kv_len;
     int64_t end = 0;
     for (int64_t i = 0; i < panels; ++i) {
