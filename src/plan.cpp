@@ -43,6 +43,7 @@ namespace manyhead {
 namespace {
 
 constexpr int64_t keys_of_tile[] = {96, 64, 128};  // by route: tile, decode (of many rows), matrix
+constexpr int64_t keys_of_unit_step = 32;          // of a tile of decode with the unit's products: what one takes
 constexpr int64_t matrix_rows = 32;                // of a panel
 constexpr int64_t most_panels = 16;                // of a task; kernels have room for so many
 constexpr int64_t split_rows = 128;  // at most this many rows per kv head and batch entry: split long keys
@@ -83,6 +84,11 @@ bool goes_to_decode(const problem& p, int64_t lanes) {
   return second && static_cast<double>(rows) <= 1.55 * even;
 }
 
+// Scores over such a cap may be denormal numbers, which are 0 where the unit multiplies.
+bool unit_takes_scores(const problem& p) {
+  return !(p.softcap > 0 && (p.softcap > 1e30 || std::abs(p.scale) < p.softcap * 1e-36));
+}
+
 // Whether the matrix route is the faster one (kernel_api.hpp: matrix_rows). Of f32 the unit does six products for one, so
 // that what it does besides counts: it works on 32 rows, keys and dims at a time, the tile route on 16 rows, and packs Q, K
 // and V. In the time that the tile route takes for a pair of row and key: a pair 0.52 + 14.6 / dims, a key 22.7, a row
@@ -93,8 +99,7 @@ bool goes_to_decode(const problem& p, int64_t lanes) {
 bool goes_to_unit(const problem& p, const dtype_kernels& kernels, double pairs_of_head) {
   const int64_t rows = p.group() * p.q_len, dims = p.head_dim + p.v_dim;
   if (rows < kernels.matrix_rows || p.kv_len < kernels.matrix_keys) return false;
-  // Scores over such a cap may be denormal numbers, which that route takes for 0.
-  if (p.softcap > 0 && (p.softcap > 1e30 || std::abs(p.scale) < p.softcap * 1e-36)) return false;
+  if (!unit_takes_scores(p)) return false;
   if (p.dtype != MH_DTYPE_F32) return true;
   const double pairs = pairs_of_head * static_cast<double>(p.group());
   const auto whole = [](int64_t n, int64_t step = 32) { return static_cast<double>(round_up(n, step)); };
@@ -103,6 +108,19 @@ bool goes_to_unit(const problem& p, const dtype_kernels& kernels, double pairs_o
   const double of_pairs = (0.52 + 14.6 / static_cast<double>(dims)) * pairs / filled;
   const double of_tile_route = pairs * whole(rows, 16) / static_cast<double>(rows);
   return used * of_tile_route > of_pairs + 22.7 * whole(p.kv_len) + 15.9 * whole(rows);
+}
+
+// Whether a step of few rows is the decode route's with the unit's products (decode_unit.hpp). Measured on one thread of an Intel
+// Xeon (AMX), bf16, in the time that decode by multiply-adds takes (up to 10 rows) or the matrix route (from 11 on): 32 to 512 keys
+// in cache, heads of 64 and 128, 2 rows 1.0 to 1.45, 3 and 4 rows 0.63 to 1.02 (48 keys of 64 take as long), 6 and 8 rows
+// 0.41 to 0.77, 12 and 16 rows 0.5 to 0.73, 20 rows 0.7 to 1.0, 24 rows 0.82 to 1.12, 28 rows 0.88 to 1.13; 16 keys 0.85 to 1.15, 24
+// keys 0.71 to 0.98. From L3, 3 rows 0.8, 4 rows 0.94 to 0.97, 6 rows 0.66. Heads of 256 from L3: 3 rows 1.06, 4 rows 1.15 to 1.27, 6 rows 0.87,
+// 12 rows 0.94, 20 rows 1.08.
+bool steps_on_unit(const problem& p, const dtype_kernels& kernels) {
+  const int64_t rows = p.group() * p.q_len;
+  const bool large = p.head_dim + p.v_dim > 256;
+  return kernels.unit_steps != 0 && rows >= (large ? 6 : 3) && rows <= (large ? 16 : 24) &&
+         p.kv_len >= kernels.matrix_keys && p.head_dim % 32 == 0 && p.v_dim % 32 == 0 && unit_takes_scores(p);
 }
 
 // Keys of a tile of the decode route, by rows. Scores, softmax and values of one or two rows of 64 keys are so short that each
@@ -327,6 +345,7 @@ kernel_call make_call(const plan& plan) {
   c.asks_own = plan.asks_own;
   c.asks_l1 = plan.asks_l1;
   c.turns = plan.turns;
+  c.unit_steps = plan.unit_steps;
   c.row_blocks = plan.second_row_blocks;
   return c;
 }
@@ -356,11 +375,15 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cp
   const dtype_kernels& kernels = table.dtype[p.dtype];
   const double pairs = attended_pairs(p);
   const bool has_unit = kernels.attention[route_matrix] != nullptr;
+  plan.unit_steps = !plan.second_pass && steps_on_unit(p, kernels);
   plan.kernel = plan.second_pass                              ? route_tile
+                : plan.unit_steps                             ? route_decode
                 : has_unit && goes_to_unit(p, kernels, pairs) ? route_matrix
                 : goes_to_decode(p, lanes)                    ? route_decode
                                                               : route_tile;
-  plan.block_kv = plan.kernel == route_decode ? decode_keys(p, rows) : keys_of_tile[plan.kernel];
+  plan.block_kv = plan.unit_steps               ? keys_of_unit_step
+                  : plan.kernel == route_decode ? decode_keys(p, rows)
+                                                : keys_of_tile[plan.kernel];
   plan.copy_kv = needs_copy(p, plan.kernel, lanes);
   plan.last_rows = last_rows_of(plan, lanes, core);
   const int64_t whole_rows = rows - plan.last_rows;  // those of panels
@@ -452,7 +475,8 @@ std::string as_json(const plan& plan, const schedule& order, int64_t threads) {
   out.key("block_q").value(plan.block_q).key("block_kv").value(plan.block_kv);
   out.key("row_blocks").value(plan.row_blocks).key("last_rows").value(plan.last_rows).key("chunks").value(plan.chunks);
   out.key("chunk_keys").value(plan.chunk_keys).key("tasks").value(order.tasks());
-  out.key("copies_kv").value(plan.copy_kv).key("second_pass").value(plan.second_pass);
+  out.key("copies_kv").value(plan.copy_kv).key("unit_steps").value(plan.unit_steps);
+  out.key("second_pass").value(plan.second_pass);
   out.key("scratch_bytes_per_thread").value(plan.scratch_bytes).key("shared_bytes").value(plan.shared_bytes);
   out.key("flops").value(plan.flops).key("bytes").value(plan.bytes).key("tiles_skipped").value(plan.tiles_skipped);
   out.key("threads").value(threads).key("balance").value(order.balance());

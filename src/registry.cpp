@@ -48,6 +48,11 @@ void add_unit(kernel_table& t, const kernel_table& unit) {
     if (from.attention[route_matrix] == nullptr) continue;
     to.attention[route_matrix] = from.attention[route_matrix];
     to.scratch_bytes[route_matrix] = from.scratch_bytes[route_matrix];
+    if (from.attention[route_decode] != nullptr) {
+      to.attention[route_decode] = from.attention[route_decode];
+      to.scratch_bytes[route_decode] = from.scratch_bytes[route_decode];
+    }
+    to.unit_steps = from.unit_steps;
     to.matrix_rows = from.matrix_rows;
     to.matrix_keys = from.matrix_keys;
     if (from.arithmetic == nullptr) continue;

@@ -17,6 +17,7 @@
 #include <sstream>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <vector>
 
 #include "error.hpp"
@@ -109,6 +110,7 @@ const char* const busy_lines[] = {
     "bf16 b2 h8/2 q90 kv600 d64 bshd causal align=br lse",
     "f32 b1 h4 q300 kv500 d64 mask lse",
     "f16 b1 h8/1 q1 kv3000 d128 lse",
+    "bf16 b2 h8/2 q3 kv3000 d64 bshd causal align=br lse",
 };
 
 // --- lines of text ---------------------------------------------------------------------------------------------------
@@ -208,14 +210,15 @@ TEST_CASE("borders along the keys are the same for every shape and cache") {
   for (const kernel_table* table : tables()) {
     for (const char* dtype : {"f32", "f64", "bf16", "f16"}) {
       for (const char* dims : {" d16", " d64", " d128", " d160 v128", " d576 v512"}) {
-        std::map<std::pair<int32_t, bool>, int64_t> tile_keys, chunk_keys;  // of each route, with up to 2 rows and more
+        // Of each route, with up to 2 rows and more, and on the unit.
+        std::map<std::tuple<int32_t, bool, bool>, int64_t> tile_keys, chunk_keys;
         for (const char* shape :
              {" b1 h1 q1 kv10000", " b1 h1 q64 kv10000", " b7 h8/2 q3 kv9000", " b1 h1 q1 kv40", " b2 h4 q300 kv500",
               " b1 h4/1 q30 kv70000", " b2 h2/1 q1 kv700", " b2 h2 q2 kv7000"}) {
           for (const int64_t cache : {int64_t{1} << 15, l2, int64_t{1} << 25}) {
             const plan other = make_plan(problem_of(dtype + std::string(shape) + dims), *table, cache);
             CAPTURE(describe(other, false));
-            const std::pair<int32_t, bool> kind{other.kernel, other.call.rows <= 2};
+            const std::tuple<int32_t, bool, bool> kind{other.kernel, other.call.rows <= 2, other.unit_steps};
             CHECK(tile_keys.emplace(kind, other.block_kv).first->second == other.block_kv);
             if (other.kernel == route_matrix) CHECK(other.block_kv == 128);
             if (other.chunks > 1) CHECK(chunk_keys.emplace(kind, other.chunk_keys).first->second == other.chunk_keys);
@@ -260,13 +263,13 @@ TEST_CASE("few rows decode, more of them the larger the head") {
   };
   const int64_t lanes = current_isa().lanes;
   if (lanes < 8) return;
-  const auto route_of = [](const std::string& dtype, int64_t rows, int64_t dim, int64_t keys) {
+  const auto plan_for = [](const std::string& dtype, int64_t rows, int64_t dim, int64_t keys) {
     const std::string q = " q" + std::to_string(rows), kv = " kv" + std::to_string(keys),
                       d = " d" + std::to_string(dim);
-    return plan_of(dtype + " b1 h8" + q + kv + d).kernel;
+    return plan_of(dtype + " b1 h8" + q + kv + d);
   };
   const auto decodes = [&](const std::string& dtype, int64_t rows, int64_t dim, int64_t keys = 24) {
-    return route_of(dtype, rows, dim, keys) == route_decode;
+    return plan_for(dtype, rows, dim, keys).kernel == route_decode;
   };
   for (const limit& x : {limit{16, {5, 4}, {0, 0}}, limit{32, {8, 6}, {0, 9}}, limit{64, {12, 7}, {18, 11}},
                          limit{128, {14, 8}, {23, 13}}, limit{256, {16, 8}, {26, 13}}, limit{512, {16, 8}, {27, 14}}}) {
@@ -289,7 +292,8 @@ TEST_CASE("few rows decode, more of them the larger the head") {
     for (int64_t rows = 9; rows <= 16; ++rows) {
       CHECK_MESSAGE(decodes("f32", rows, 64, x.keys) == (rows <= (lanes == 8 ? x.narrow : x.wide)),
                     rows << " rows, " << x.keys << " keys");
-      if (route_of("bf16", rows, 64, x.keys) != route_matrix)
+      const plan of_16_bits = plan_for("bf16", rows, 64, x.keys);
+      if (of_16_bits.kernel != route_matrix && !of_16_bits.unit_steps)
         CHECK(decodes("bf16", rows, 64, x.keys) == decodes("bf16", rows, 64));
     }
   }
@@ -625,7 +629,8 @@ TEST_CASE("an ISA with a matrix unit has the unit's kernels over those of anothe
       const bool on_unit = std::find(of_unit.begin(), of_unit.end(), i) != of_unit.end();
       CAPTURE(i);
       CHECK((own.attention[route_tile] != nullptr && own.attention[route_tile] == other.attention[route_tile]));
-      CHECK((own.attention[route_decode] != nullptr && own.attention[route_decode] == other.attention[route_decode]));
+      CHECK((own.attention[route_decode] != nullptr));
+      CHECK(((own.attention[route_decode] != other.attention[route_decode]) == (own.unit_steps > other.unit_steps)));
       CHECK((own.weights == other.weights && own.merge == other.merge && own.merge_real == other.merge_real));
       CHECK(((own.attention[route_matrix] != other.attention[route_matrix]) == on_unit));
       CHECK(((own.attention[route_matrix] != nullptr) == (own.scratch_bytes[route_matrix] != nullptr)));
@@ -765,7 +770,8 @@ TEST_CASE("a request has the same bits alone and in a batch") {
          {"f32 b5 h4/2 q70 kv300 d40 lens align=br causal lse weights", "f32 b5 h8/2 q1 kv1500 d64 lens align=br lse",
           "f32 b5 h4/2 q3 kv700 d17 lens offsets causal window=300,0 mask bias sinks alibi softcap=9 lse weights meanw "
           "colsums scores=biased",
-          "bf16 b5 h4/2 q50 kv700 d64 lens data=masked lse", "f64 b5 h4/2 q50 kv200 d24 lens keymask lse colsums"}) {
+          "bf16 b5 h4/2 q50 kv700 d64 lens data=masked lse", "bf16 b5 h8/2 q2 kv700 d64 lens align=br causal lse",
+          "f64 b5 h4/2 q50 kv200 d24 lens keymask lse colsums"}) {
       test_case all(parse_problem(text)), alone(parse_problem(text));
       INFO(std::string(text));
       INFO(std::string(table->isa));

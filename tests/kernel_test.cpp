@@ -146,7 +146,8 @@ row_bounds bounds_of(const test_case& c, const plan& plan, const attention_resul
   const double weight = fast ? 1.2e-4 : 0;
   row_bounds r;
   // Where a unit multiplies weights of one part, each of them is off by half a unit in the last place at most.
-  const bool rounds = plan.kernel == route_matrix && (p.dtype == MH_DTYPE_BF16 || (fast && p.dtype == MH_DTYPE_F16));
+  const bool rounds = plan.unit_steps ||
+                      (plan.kernel == route_matrix && (p.dtype == MH_DTYPE_BF16 || (fast && p.dtype == MH_DTYPE_F16)));
   r.rounded = rounds ? std::ldexp(1, -8) : 0;
   for (int64_t row = 0; row < p.batch * p.heads * p.q_len; ++row) {
     const int64_t b = row / p.q_len / p.heads, h = row / p.q_len % p.heads, i = row % p.q_len;
@@ -295,8 +296,12 @@ void check_line(const problem_line& line) {
                                                  : "tile",
                   table->isa);
     const std::string where = line.text + " @" + table->isa + ": ";
-    if (line.on_unit && table->dtype[c.p.dtype].attention[route_matrix] != nullptr)
-      CHECK_MESSAGE(large.kernel == route_matrix, where << "not on the matrix unit");
+    const dtype_kernels& kernels = table->dtype[c.p.dtype];
+    if (line.on_unit && kernels.attention[route_matrix] != nullptr) {
+      const bool few = c.p.group() * c.p.q_len <= 24;  // which not all units take
+      CHECK_MESSAGE((few ? large.unit_steps == (kernels.unit_steps != 0) : large.kernel == route_matrix),
+                    where << "not on the matrix unit");
+    }
     c.clear_outputs();
     run(c, *table);
     const std::string wrong = compare_all(c, large, want);
@@ -340,8 +345,10 @@ TEST_CASE("problems that fill its tiles take the matrix unit where there is one"
           "f32 b1 h8 q128 kv128 d64", "f32 b1 h8 q120 kv256 d64", "f32 b1 h8 q224 kv224 d32"}) {
       const problem p = test_case(parse_problem(line), false).p;
       const dtype_kernels& kernels = table->dtype[p.dtype];
-      const bool has_unit = kernels.attention[route_matrix] != nullptr && p.group() * p.q_len >= kernels.matrix_rows;
-      CHECK(route_of(line) == (has_unit ? route_matrix : route_tile));
+      const int64_t rows = p.group() * p.q_len;
+      const bool has_unit = kernels.attention[route_matrix] != nullptr && rows >= kernels.matrix_rows;
+      const bool as_steps = kernels.unit_steps != 0 && rows <= 24 && p.head_dim % 32 == 0;
+      CHECK(route_of(line) == (as_steps ? route_decode : has_unit ? route_matrix : route_tile));
     }
     // Of f16, both sides of what its kernels ask for: 63 keys are too few where it comes in two parts.
     const dtype_kernels& f16 = table->dtype[MH_DTYPE_F16];
@@ -360,6 +367,30 @@ TEST_CASE("problems that fill its tiles take the matrix unit where there is one"
           "f16 b1 h8 q64 kv64 d64 scores=raw"})
       CHECK(route_of(line) == route_tile);
     CHECK(route_of("bf16 b1 h8 q1 kv64 d64") == route_decode);
+  }
+}
+
+TEST_CASE("a few rows take the unit in the decode route where it has kernels for them") {
+  for (const kernel_table* table : chosen.tables) {
+    const auto on_unit = [&](const std::string& line) {
+      const plan plan = make_plan(test_case(parse_problem(line), false).p, *table, large_l2);
+      CHECK((plan.unit_steps == (plan.call.unit_steps != 0) && (!plan.unit_steps || plan.kernel == route_decode)));
+      CHECK((!plan.unit_steps || plan.block_kv == 32));
+      return plan.unit_steps;
+    };
+    const bool has = table->dtype[MH_DTYPE_BF16].unit_steps != 0;
+    CHECK(has ==
+          (table->lanes == 16 && std::string(table->isa) != "avx512" && std::string(table->isa) != "avx512_bf16"));
+    for (const char* line : {"b1 h8 q3 kv32 d64", "b1 h96/4 q1 kv5000 d128", "b1 h2 q24 kv40 d32", "b1 h2 q6 kv40 d256",
+                             "b1 h2 q16 kv40 d160 v128", "b1 h2 q4 kv40 d64 causal align=br mask bias",
+                             "b1 h2 q4 kv40 d64 bshd", "b1 h2 q4 kv40 d64 strides=lastdim"})
+      CHECK(on_unit(std::string("bf16 ") + line) == has);
+    for (const char* line :
+         {"bf16 b1 h8 q2 kv320 d64", "bf16 b1 h8 q25 kv320 d64", "bf16 b1 h8 q4 kv31 d64", "bf16 b1 h8 q4 kv320 d40",
+          "bf16 b1 h8 q4 kv320 d64 v72", "bf16 b1 h8 q5 kv320 d256", "bf16 b1 h8 q17 kv320 d256",
+          "bf16 b1 h8 q4 kv320 d64 weights", "bf16 b1 h8 q4 kv320 d64 softcap=1e37", "f16 b1 h8 q4 kv320 d64",
+          "f32 b1 h8 q4 kv320 d64"})
+      CHECK(!on_unit(line));
   }
 }
 
@@ -383,8 +414,13 @@ TEST_CASE("problems") {
 TEST_CASE("heads that share a task have the bits that they have alone") {
   for (const kernel_table* table : chosen.tables) {
     for (const char* dtype : dtype_names) {
-      for (const char* shape : {" b2 h7 q2 kv40 d24", " b2 h14/7 q1 kv150 d24", " b2 h7 q1 kv40 d8",
-                                " b2 h7 q1 kv150 d24 bshd", " b2 h14/7 q1 kv150 d40 bshd", " b2 h7 q1 kv150 d8 bshd"}) {
+      std::vector<const char*> shapes = {" b2 h7 q2 kv40 d24",          " b2 h14/7 q1 kv150 d24",
+                                         " b2 h7 q1 kv40 d8",           " b2 h7 q1 kv150 d24 bshd",
+                                         " b2 h14/7 q1 kv150 d40 bshd", " b2 h7 q1 kv150 d8 bshd"};
+      // And products of a matrix unit, with rows enough for it.
+      if (dtype == std::string("bf16"))
+        shapes.insert(shapes.end(), {" b2 h7 q3 kv100 d32", " b2 h14/7 q2 kv150 d64 bshd"});
+      for (const char* shape : shapes) {
         const std::string line = dtype + std::string(shape) + " mask lse";
         CAPTURE(line);
         test_case c(parse_problem(line));

@@ -9,9 +9,11 @@
 // one ends where the row ends and begins among the dims before: of K these are made 0, the result has them twice. Rows
 // shorter than a vector come here through the copy (kernel_call.copy_kv), padded with zeros; so do those whose elements
 // lie apart, and copies of K have the same order, so that sums have the same bits.
+//
+// Where a matrix unit takes few rows (decode_unit.hpp) and the plan says so, products are the unit's.
 #pragma once
 
-#include "panel.hpp"
+#include "decode_unit.hpp"
 
 namespace manyhead::MH_ISA {
 namespace {
@@ -65,6 +67,11 @@ struct decode_task {
   T factors[most_rows_at_once];
   vec<T> zeros;                       // finite_check::sum of what was written of a head
   bool is_finite[most_rows_at_once];  // of a head: its results are
+  static constexpr bool has_unit = unit_decodes<D>;
+  step_operands<D> unit;
+  bool on_unit;                      // products are the unit's
+  bool is_usual[most_rows_at_once];  // of a head: its rows are for the unit
+  T* row_totals;                     // on the unit, as row_sums, before weights were rounded
 
   MH_INLINE void carve(carver& from, int64_t head_count, int64_t head_rows) {
     const int64_t row_count = head_count * head_rows;
@@ -79,21 +86,28 @@ struct decode_task {
     q = from.take<T>(row_count * k_dim);
     out = from.take<T>(row_count * v_dim);
     scores = from.take<T>(row_count * width);
-    row_sums = from.take<T>(row_count * w);
+    row_sums = row_totals = from.take<T>(row_count * w);
+    if constexpr (has_unit) {
+      if (c.unit_steps) {
+        row_totals = from.take<T>(row_count * w);
+        unit.carve(from, head_count, head_rows);
+      }
+    }
     unfinished = from.take<T>(c.turns ? row_count * v_dim : 0);
     words = from.take<bits<T>>(head_count * words_of_head(head_rows));
     k_copy = from.take<T>(c.copy_kv ? c.block_kv * k_dim : 0);
     v_copy = from.take<T>(c.copy_kv ? c.block_kv * v_dim : 0);
   }
 
-  MH_INLINE decode_task(const kernel_call& call, const kernel_task& t) : c(call), task(t) {}
+  MH_INLINE decode_task(const kernel_call& call, const kernel_task& t)
+      : c(call), task(t), unit(call), on_unit(has_unit && call.unit_steps) {}
 
   static int64_t scratch_bytes(const kernel_call& c, int64_t row_count) {
     const kernel_task none{};
     decode_task sizes(c, none);
     carver from{nullptr};
     const int64_t head_count = max_of(1, row_count / max_of(1, c.rows));
-    sizes.carve(from, head_count, head_count > 1 ? row_count / head_count : round_up(row_count, most_rows));
+    sizes.carve(from, head_count, round_up(head_count > 1 ? row_count / head_count : row_count, most_rows));
     return from.used;
   }
 
@@ -146,11 +160,19 @@ struct decode_task {
     kv_head = task.kv_head_begin;
     heads = task.kv_head_end - kv_head;
     rows = task.row_end - task.row_begin;
-    padded_rows = rows + (adds_row() ? 1 : 0);
+    padded_rows = on_unit ? unit_blocks(rows).rows() : rows + (adds_row() ? 1 : 0);
     carver from{static_cast<char*>(task.scratch)};
     carve(from, heads, padded_rows);
     for (int64_t l = 0; l < w && k_back > 0; ++l) k_kept[l] = l < k_back ? bits<T>(0) : ~bits<T>(0);
     q_row = q_rows;
+    if (!on_unit) return copy_rows();
+    if constexpr (has_unit) {
+      for (int64_t h = 0; h < heads; ++h) is_usual[h] = unit.pack_rows(task, h);
+    }
+  }
+
+  // Rows of Q for multiply-adds.
+  MH_INLINE void copy_rows() {
     const bool in_place = reads_q_in_place();
     q_back = in_place ? k_back : 0;
     T* to = q;
@@ -225,6 +247,17 @@ struct decode_task {
   static MH_INLINE void ask(const char* p) {
     __builtin_prefetch(p, 0, For == asks::other_l1 || For == asks::own ? 3 : 2);
   }
+
+  // All lines of the i-th of those rows.
+  static constexpr int64_t lines_elements = 64 / static_cast<int64_t>(sizeof(typename D::storage));
+  template <asks For>
+  struct asker {
+    soon next;
+    int64_t lines;
+    MH_INLINE void operator()(int64_t i) const {
+      for (int64_t l = 0; For != asks::nothing && l < lines; ++l) ask<For>(next.base + i * next.stride + l * 64);
+    }
+  };
 
   // Where heads lie side by side: so that a line, and a page, is read for all of them at about the same time. Each asks for its
   // own rows of the next turn.
@@ -487,14 +520,16 @@ struct decode_task {
     started[h] = started[h] || last;
   }
 
-  // Slots from `keys` on, of the vector at `last`, are no keys. They may hold anything, NaN too.
-  MH_INLINE void close_slots(int64_t keys, int64_t last) {
-    alignas(64) T slot[w];
-    for (int64_t l = 0; l < w; ++l) slot[l] = static_cast<T>(last + l - keys);
-    const auto is_key = vec<T>::load_aligned(slot) < vec<T>(T(0));
-    for (int64_t r = 0; r < heads * padded_rows; ++r) {
-      T* const s = scores + r * width + last;
-      xsimd::select(is_key, vec<T>::load_aligned(s), vec<T>(-infinity<T>)).store_aligned(s);
+  // Slots from `keys` on, of so many rows up to `padded`, are no keys. They may hold anything, NaN too.
+  MH_INLINE void close_slots(int64_t row_count, int64_t keys, int64_t padded) {
+    for (int64_t k = keys / w * w; k < padded; k += w) {
+      alignas(64) T slot[w];
+      for (int64_t l = 0; l < w; ++l) slot[l] = static_cast<T>(k + l - keys);
+      const auto is_key = vec<T>::load_aligned(slot) < vec<T>(T(0));
+      for (int64_t r = 0; r < row_count; ++r) {
+        T* const s = scores + r * width + k;
+        xsimd::select(is_key, vec<T>::load_aligned(s), vec<T>(-infinity<T>)).store_aligned(s);
+      }
     }
   }
 
@@ -505,28 +540,8 @@ struct decode_task {
     T* const s = scores + r * width;
     T* const row_sum = row_sums + r * w;
     const int64_t stride = width;
-    vec<T> tops[R];
-#pragma GCC unroll 8
-    for (int n = 0; n < R; ++n) tops[n] = vec<T>(-infinity<T>);
-    for (int64_t k = 0; k < padded_keys; k += w) {
-#pragma GCC unroll 8
-      for (int n = 0; n < R; ++n) tops[n] = larger<T>(tops[n], vec<T>::load_aligned(s + n * stride + k));
-    }
-    const T reach = static_cast<T>(lazy_rescale / c.exp_scale);
+    raise<R>(r, s, padded_keys);
     const vec<T> scale(static_cast<T>(c.exp_scale));
-#pragma GCC unroll 8
-    for (int n = 0; n < R; ++n) {
-      const T before = row_max[r + n];
-      if (!xsimd::any(tops[n] > vec<T>(before + reach))) continue;
-      const T top = largest_of<T>(tops[n]);
-      if (before > lowest<T>) {  // else there is no sum and no value yet
-        const vec<T> factor = exp2_of<T>((vec<T>(before) - vec<T>(top)) * scale);
-        (vec<T>::load_aligned(row_sum + n * w) * factor).store_aligned(row_sum + n * w);
-        T* const values = out + (r + n) * v_dim;
-        for (int64_t d = 0; d < v_dim; d += w) store<T>(values + d, load(values + d) * factor);
-      }
-      row_max[r + n] = top;
-    }
     vec<T> sum[R];
 #pragma GCC unroll 8
     for (int n = 0; n < R; ++n) sum[n] = vec<T>::load_aligned(row_sum + n * w);
@@ -550,9 +565,43 @@ struct decode_task {
     for (int n = 0; n < R; ++n) sum[n].store_aligned(row_sum + n * w);
   }
 
+  // Raises maxima of rows r .. r + R to those of their scores.
+  template <int R>
+  MH_INLINE void raise(int64_t r, const T* s, int64_t padded_keys) {
+    const int64_t stride = width;
+    vec<T> tops[R];
+#pragma GCC unroll 8
+    for (int n = 0; n < R; ++n) tops[n] = vec<T>(-infinity<T>);
+    for (int64_t k = 0; k < padded_keys; k += w) {
+#pragma GCC unroll 8
+      for (int n = 0; n < R; ++n) tops[n] = larger<T>(tops[n], vec<T>::load_aligned(s + n * stride + k));
+    }
+    const T reach = static_cast<T>(lazy_rescale / c.exp_scale);
+    const vec<T> scale(static_cast<T>(c.exp_scale));
+#pragma GCC unroll 8
+    for (int n = 0; n < R; ++n) {
+      const T before = row_max[r + n];
+      if (!xsimd::any(tops[n] > vec<T>(before + reach))) continue;
+      const T top = largest_of<T>(tops[n]);
+      if (before > lowest<T>) {  // else there is no sum and no value yet
+        const vec<T> factor = exp2_of<T>((vec<T>(before) - vec<T>(top)) * scale);
+        const auto lower = [factor](T* lanes_of_row) MH_INLINE_LAMBDA {
+          (vec<T>::load_aligned(lanes_of_row) * factor).store_aligned(lanes_of_row);
+        };
+        lower(row_sums + (r + n) * w);
+        if (on_unit) lower(row_totals + (r + n) * w);
+        T* const values = out + (r + n) * v_dim;
+        for (int64_t d = 0; d < v_dim; d += w) store<T>(values + d, load(values + d) * factor);
+      }
+      row_max[r + n] = top;
+    }
+  }
+
   template <bool Careful, int R>
   MH_INLINE void weigh_all(int64_t r, int64_t padded_keys, T careful_factor) {
-    for (; r + R <= heads * padded_rows; r += R) weigh_rows<Careful, R>(r, padded_keys, careful_factor);
+    for (; r + R <= heads * padded_rows; r += R) {
+      weigh_rows<Careful, R>(r, padded_keys, careful_factor);
+    }
     if constexpr (R > 1) weigh_all<Careful, R / 2>(r, padded_keys, careful_factor);
   }
 
@@ -607,7 +656,7 @@ struct decode_task {
   // What else is done to scores of head h before the softmax takes them.
   MH_INLINE void change_scores(int64_t h, const key_tile& tile, visibility see) {
     const int64_t padded = round_up(tile.keys(), w);
-    T* const s = scores + h * padded_rows * width;
+    T* const s = scores + (on_unit ? 0 : h) * padded_rows * width;
     if (has_score_passes(c)) change_scores_of(kv_head + h, tile, s, padded);
     if (see == visibility::some) visibility_pass_rows<T>(words_of(h), round_up(rows, w), rows, padded, width, s);
   }
@@ -667,9 +716,11 @@ struct decode_task {
   MH_INLINE T end_row(int64_t r, int64_t head, int64_t query, double undo) const {
     const T sum = xsimd::reduce_add(load(row_sums + r * w));
     if (ends_count(c)) {
-      const row_end e = finish_row<T>(row_max[r], sum, c.exp_scale, sink_of<T>(c, head, task.chunk));
+      const T total = on_unit ? xsimd::reduce_add(load(row_totals + r * w)) : sum;
+      const row_end e = finish_row<T>(row_max[r], total, c.exp_scale, sink_of<T>(c, head, task.chunk));
       write_state<T>(c, task.batch, head, query, task.chunk, e);
-      if (c.sinks != nullptr) return static_cast<T>(e.factor * undo);
+      const double rounding = total == sum ? 1.0 : static_cast<double>(total) / static_cast<double>(sum);
+      if (c.sinks != nullptr) return static_cast<T>(e.factor * undo * rounding);
     }
     return sum == T(0) ? T(0) : static_cast<T>(undo) / sum;
   }
@@ -690,23 +741,15 @@ struct decode_task {
   template <bool Careful>
   __attribute__((noinline)) void attend_all() {
     const T careful_factor = Careful ? static_cast<T>(::exp2(-careful_shift(c.kv_len))) : T(1);
-    const int64_t all_rows = heads * padded_rows;
-    direct = false;
-    memset(row_sums, 0, static_cast<size_t>(all_rows * w) * sizeof(T));
-    for (int64_t r = 0; r < all_rows; ++r) row_max[r] = lowest<T>;
-    for (int64_t h = 0; h < heads; ++h) started[h] = false;
-    const key_range of_first = range_of(c, at, task.row_begin / c.group);
-    const key_range of_last = range_of(c, at, (task.row_end - 1) / c.group);
-    const int64_t begin = first_key(at, task);
-    int64_t end = c.extra_keys > 0 ? c.kv_len : of_last.end;
-    if (c.chunks > 1) end = min_of(end, (task.chunk + 1) * c.chunk_keys);
+    begin_rows();
+    const auto [begin, end, seen_from, seen_to] = keys_of_task();
     int64_t tile = 0;
     phase_clock* clock = nullptr;
     for (int64_t b = begin / c.block_kv * c.block_kv; b < end; b += c.block_kv) {
       clock = clock_of(tile++, (end - b + c.block_kv - 1) / c.block_kv);
       key_tile t{max_of(b, begin), min_of(b + c.block_kv, end), false};
       if (t.keys() <= 0) continue;  // a window that begins behind the last key
-      t.all_visible = c.mask == nullptr && c.key_mask == nullptr && t.begin >= of_last.begin && t.end <= of_first.end;
+      t.all_visible = c.mask == nullptr && c.key_mask == nullptr && t.begin >= seen_from && t.end <= seen_to;
       visibility see[most_rows_at_once];
       bool any = false, all = true;
       for (int64_t h = 0; h < heads; ++h) {
@@ -730,7 +773,7 @@ struct decode_task {
         }
         lap(clock, phase_mask);
       }
-      if (keys < padded) close_slots(keys, padded - w);
+      if (keys < padded) close_slots(heads * padded_rows, keys, padded);
       weigh_all<Careful, min_of(most_rows, exp2_vectors)>(0, padded, careful_factor);
       lap(clock, phase_softmax);
       if constexpr (!Careful) direct = t.begin == begin && t.end == end && ends_here(keys, see);
@@ -744,10 +787,112 @@ struct decode_task {
       }
       lap(clock, phase_values);
     }
+    end_rows_unseen();
+  }
+
+  // How far ahead of need lines are asked for here, each with those in its place now: on an Intel Xeon (AMX) with heads of 64 and 128,
+  // from L3 and memory, one thread and two, 8 rows 0.86 to 1.0 of it, 12 rows 0.9 to 0.99, 16 rows 0.93 to 1.02, 24 rows 0.91 to 0.98, the next 32
+  // keys 0.83 to 0.98, and 40 rows 0.9 to 1.0.
+  static constexpr int64_t unit_rows_ahead = 20;
+
+  // All heads in turn against 32 keys at a time. What the unit has made is loaded after something else has been done: V is
+  // brought into its order between its scores and the softmax.
+  __attribute__((noinline)) void attend_on_unit() {
+    const step_unit told(unit.of.size);
+    begin_rows();
+    memset(row_totals, 0, static_cast<size_t>(heads * padded_rows * w) * sizeof(T));
+    const auto [begin, end, seen_from, seen_to] = keys_of_task();
+    const asks way = !c.prefetch ? asks::nothing : c.asks_l1 ? asks::other_l1 : asks::other;
+    int64_t tile = 0;
+    for (int64_t b = begin / c.block_kv * c.block_kv; b < end; b += c.block_kv) {
+      phase_clock* const clock = clock_of(tile++, (end - b + c.block_kv - 1) / c.block_kv);
+      key_tile t{max_of(b, begin), min_of(b + c.block_kv, end), false};
+      const int64_t keys = t.keys();
+      if (keys <= 0) continue;
+      t.all_visible = c.mask == nullptr && c.key_mask == nullptr && t.begin >= seen_from && t.end <= seen_to;
+      for (int64_t h = 0; h < heads; ++h) {
+        const visibility see = see_head(h, t);
+        if (!t.all_visible) lap(clock, phase_mask);
+        if (see == visibility::none) continue;
+        const rows_at<D> k = in_place(c.k, c.k_strides, task.batch, kv_head + h, t.begin);
+        const rows_at<D> v = in_place(c.v, c.v_strides, task.batch, kv_head + h, t.begin);
+        asking(way, [&](auto as) MH_INLINE_LAMBDA {
+          constexpr asks For = decltype(as)::value;
+          const asker<For> ask_k{as_soon(k.from(unit_rows_ahead)), c.head_dim / lines_elements};
+          const asker<For> ask_v{as_soon(v.from(unit_rows_ahead)), c.v_dim / lines_elements};
+          unit.multiply_k(h, k.base, keys, ask_k);
+          unit.pack_v(v.base, keys, ask_v);
+          lap(clock, phase_scores);
+          unit.put_scores(keys, scores, width);
+          if (see == visibility::some || has_score_passes(c)) {
+            change_scores(h, t, see);
+            lap(clock, phase_mask);
+          }
+          if (keys < width) close_slots(padded_rows, keys, width);
+          weigh_for_unit<most_rows>(h, 0);
+          lap(clock, phase_softmax);
+          unit.multiply_v(out + h * padded_rows * v_dim, started[h], ask_v);
+          lap(clock, phase_values);
+        });
+        started[h] = true;
+      }
+    }
+    end_rows_unseen();
+  }
+
+  // Scores of head h become weights of the unit, R rows at a time from r on: rounded, two neighbours a word. Exponentials as on the
+  // matrix route (matrix.hpp: degree).
+  template <int R>
+  MH_INLINE void weigh_for_unit(int64_t h, int64_t r) {
+    for (; r + R <= padded_rows; r += R) {
+      const int64_t of_task = h * padded_rows + r;
+      const T* const s = scores + r * width;
+      raise<R>(of_task, s, width);
+      const vec<T> scale(static_cast<T>(c.exp_scale));
+      vec<T> p[2 * R];
+#pragma GCC unroll 8
+      for (int n = 0; n < 2 * R; ++n) {
+        p[n] = (vec<T>::load_aligned(s + n / 2 * width + n % 2 * w) - vec<T>(row_max[of_task + n / 2])) * scale;
+      }
+      exp2_of<T, 2 * R, 4>(p);
+      const auto add = [](T* sums, vec<T> x) MH_INLINE_LAMBDA { (vec<T>::load_aligned(sums) + x).store_aligned(sums); };
+#pragma GCC unroll 8
+      for (int n = 0; n < R; ++n) {
+        add(row_totals + (of_task + n) * w, p[2 * n] + p[2 * n + 1]);
+        deinterleave<T>(p[2 * n], p[2 * n + 1]);
+        in_bf16::round(p[2 * n], p[2 * n + 1]).store_aligned(unit.weights + (r + n) * w);
+        add(row_sums + (of_task + n) * w, p[2 * n] + p[2 * n + 1]);
+      }
+    }
+    if constexpr (R > 1) weigh_for_unit<R / 2>(h, r);
+  }
+
+  MH_INLINE void begin_rows() {
+    const int64_t all_rows = heads * padded_rows;
+    direct = false;
+    memset(row_sums, 0, static_cast<size_t>(all_rows * w) * sizeof(T));
+    for (int64_t r = 0; r < all_rows; ++r) row_max[r] = lowest<T>;
+    for (int64_t h = 0; h < heads; ++h) started[h] = false;
+  }
+
+  // Of heads that saw no key.
+  MH_INLINE void end_rows_unseen() {
     for (int64_t h = 0; h < heads; ++h) {
       if (!started[h]) memset(out + h * padded_rows * v_dim, 0, static_cast<size_t>(rows * v_dim) * sizeof(T));
     }
     if (task.clock != nullptr) resume_clock(*task.clock, 1);
+  }
+
+  // The task's keys, and which of them all of its rows see as far as positions go.
+  struct keys_seen {
+    int64_t begin, end, seen_from, seen_to;
+  };
+  MH_INLINE keys_seen keys_of_task() const {
+    const key_range of_first = range_of(c, at, task.row_begin / c.group);
+    const key_range of_last = range_of(c, at, (task.row_end - 1) / c.group);
+    int64_t end = c.extra_keys > 0 ? c.kv_len : of_last.end;
+    if (c.chunks > 1) end = min_of(end, (task.chunk + 1) * c.chunk_keys);
+    return {first_key(at, task), end, of_last.begin, of_first.end};
   }
 
   // Divides and stores the rows of head h. False: something is not finite.
@@ -755,7 +900,7 @@ struct decode_task {
     finite_check<T> finite;
     const double undo = careful ? ::exp2(careful_shift(c.kv_len)) : 1.0;
     // Stores of vectors may change members, for all that a compiler knows.
-    const int64_t dims = v_dim, back = v_back, pairs = D::pairs_apart && !c.copy_kv ? v_pairs : 0;
+    const int64_t dims = v_dim, back = v_back, pairs = D::pairs_apart && (on_unit || !c.copy_kv) ? v_pairs : 0;
     const bool partial = c.chunks > 1, in_vectors = back == dims - c.v_dim && (partial || c.out_strides[3] == 1);
     row_walk<char> to = rows_of_results<D>(c, task, kv_head + h, task.row_begin);
     for (int64_t r = h * padded_rows; r < h * padded_rows + rows; ++r, to.step(c)) {
@@ -791,17 +936,44 @@ struct decode_task {
     return finite.passed();
   }
 
+  // Whether the unit could do head h: as for a panel of the matrix route (matrix.hpp: run), results that are all tiny, and rows
+  // without a weight, may owe that to it.
+  MH_INLINE bool suits_unit(int64_t h) const {
+    if (!is_usual[h]) return false;
+    if (!started[h]) return true;
+    bool some = false;
+    for (int64_t r = h * padded_rows; r < h * padded_rows + rows; ++r) {
+      if (!(xsimd::reduce_add(load(row_totals + r * w)) > T(0)))
+        return false;  // or NaN, of which rounding may have made 0
+      for (int64_t d = 0; d < v_dim && !some; d += w) {
+        some = xsimd::any(xsimd::abs(load(out + r * v_dim + d)) > vec<T>(T(0x1p-100)));
+      }
+    }
+    return some;
+  }
+
   void run() {
     start();
     lap(task.clock, phase_pack);
-    attend_all<false>();
+    if constexpr (has_unit) {
+      if (on_unit) {
+        attend_on_unit();
+      }
+    }
+    if (!on_unit) attend_all<false>();
     bool all_finite = true;
     for (int64_t h = 0; h < heads; ++h) {
       if (!direct) is_finite[h] = finish(h, false);
+      if (on_unit) is_finite[h] = is_finite[h] && suits_unit(h);
       all_finite = all_finite && is_finite[h];
     }
     lap(task.clock, phase_store);
     if (all_finite) return;
+    if (on_unit) {
+      on_unit = false;
+      padded_rows = rows;
+      copy_rows();
+    }
     // See tile_task::run. Alone: what its neighbours get must not depend on it.
     const int64_t count = heads;
     heads = 1;

@@ -68,12 +68,13 @@ struct kernel_call {
   int64_t chunks;      // 1 = not split: tasks write out and lse themselves
   int64_t chunk_keys;  // keys of a chunk, a multiple of the panels' block_kv
 
-  int64_t block_kv;  // keys of a tile; borders lie at its multiples
-  int32_t prefetch;  // 1: ask for rows of K, V, Q and out ahead of need
-  int32_t asks_own;  // 1: a decode step asks for rows of K with K and of V with V; else for each with the other
-  int32_t asks_l1;   // 1: a decode step asks for rows in 16 bits into L1, else into L2
-  int32_t turns;     // 1: the kv heads of a decode step's task take turns, a few keys each
-  int32_t copy_kv;   // 1: copy each K and V tile to scratch first (plan.cpp: needs_copy)
+  int64_t block_kv;    // keys of a tile; borders lie at its multiples
+  int32_t prefetch;    // 1: ask for rows of K, V, Q and out ahead of need
+  int32_t asks_own;    // 1: a decode step asks for rows of K with K and of V with V; else for each with the other
+  int32_t asks_l1;     // 1: a decode step asks for rows in 16 bits into L1, else into L2
+  int32_t turns;       // 1: the kv heads of a decode step's task take turns, a few keys each
+  int32_t unit_steps;  // 1: a decode step multiplies on the matrix unit (decode_unit.hpp)
+  int32_t copy_kv;     // 1: copy each K and V tile to scratch first (plan.cpp: needs_copy)
 
   // Outputs of the second pass (weights_task).
   void* weights;       // real or NULL
@@ -201,6 +202,7 @@ struct dtype_kernels {
   int64_t flops_of_turn;  // of `arithmetic`
   // With fewer rows (group * q_len) or keys the matrix route, where it exists, is slower; of f32 see plan.cpp too.
   int32_t matrix_rows, matrix_keys;
+  int32_t unit_steps;  // 1: the decode route has the unit's products too, for heads of multiples of 32
 };
 
 struct kernel_table {

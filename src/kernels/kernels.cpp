@@ -49,6 +49,7 @@ constexpr dtype_kernels kernels_of() {
        multiply_adds<typename D::real>,
        flops_of_turn<typename D::real>,
        0,
+       0,
        0};
 #endif
 #if MH_MATRIX
@@ -61,6 +62,11 @@ constexpr dtype_kernels kernels_of() {
     }
     k.matrix_rows = unit_least<unit_number<D>::values::parts>.rows;
     k.matrix_keys = unit_least<unit_number<D>::values::parts>.keys;
+    if constexpr (unit_decodes<D>) {
+      k.attention[route_decode] = attention_decode<D>;
+      k.scratch_bytes[route_decode] = scratch_bytes<D, decode_task<D>>;
+      k.unit_steps = 1;
+    }
   }
 #endif
   return k;

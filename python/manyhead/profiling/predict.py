@@ -114,6 +114,14 @@ UNITS = {
 UNIT_PARTS = {"bf16": (1, 1, 1), "whole": (1, 1, 2), "f16": (2, 4, 3), "f32": (3, 6, 6)}
 UNIT_FAST_PARTS = {"bf16": (1, 1, 1), "whole": (1, 1, 1), "f16": (2, 3, 2), "f32": (3, 6, 4)}
 
+# Decode route with the unit's products (plan: unit_steps), cycles a key of a head, as measured in L2 with 4 to 24 rows and heads of
+# 64 to 256: each line of K and V is read and, of V, paired; each block of 16 rows, or half, takes K again.
+STEP_KEY = 5.0
+STEP_LINE = 2.0
+STEP_BLOCK = 2.4  # of a line of K, with each block more
+STEP_WEIGHT = 0.75  # of a row
+STEP_RESULT = 1.1  # of 32 dims, with each block
+
 LINE = 64  # bytes
 # Whatever the core, in cycles.
 PANEL = 70.0  # of a panel and a tile of keys: loops begin and end, the last keys go one by one
@@ -227,6 +235,8 @@ def predict(planned: Planned, rates: Rates) -> Prediction:
     shape = Shape(planned)
     peak = 2 * shape.lanes * rates.clock * planned.threads / rates.arithmetic  # cycles of a vector of multiply-adds
     route = {"decode": _decode, "matrix": _matrix}.get(planned.route, _tile)
+    if planned.plan.get("unit_steps"):  # older records have none
+        route = _unit_steps
     last = planned.plan["last_rows"]
     cycles = route(planned, shape.of_rows(shape.rows - last), peak)
     if last > 0:
@@ -343,6 +353,23 @@ def _decode(
         "softmax": weighed * core.decode_softmax * (F64_SOFTMAX if shape.real == 8 else 1),
         "mask": _masks(planned, shape, weighed, rows),
         "pack": tasks * rows * shape.d / shape.lanes * core.row + copied,
+        "store": tasks * rows * shape.v / shape.lanes * core.row,
+        "task": tasks * TASK,
+    }
+
+
+def _unit_steps(planned: Planned, shape: Shape, peak: float) -> dict[str, float]:
+    core, rows = shape.core, shape.rows
+    keys = shape.heads * shape.reached(rows)
+    k, v = (dim * shape.item / LINE for dim in (shape.d, shape.v))  # lines of a key
+    blocks = _blocks(rows, 16)
+    tasks = planned.plan["tasks"]
+    return {
+        "scores": keys * (STEP_KEY + STEP_LINE * (k + v) + STEP_BLOCK * k * (blocks - 1)),
+        "values": keys * (STEP_KEY / 2 + STEP_RESULT * v * blocks),
+        "softmax": keys * (2 + STEP_WEIGHT * rows),
+        "mask": _masks(planned, shape, keys * rows / shape.lanes, rows),
+        "pack": tasks * rows * shape.d / shape.lanes * core.row,
         "store": tasks * rows * shape.v / shape.lanes * core.row,
         "task": tasks * TASK,
     }
