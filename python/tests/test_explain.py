@@ -119,6 +119,25 @@ def test_last_rows_cost_what_a_step_of_them_does():
     assert in_parts["scores"] < 0.9 * in_vectors["scores"]  # where one row takes a fourth vector
 
 
+def test_steps_on_the_unit_take_its_time_whatever_the_rows():
+    row = next(
+        row for row in MEASURED if row["route"] == "decode" and row["isa"] == "avx512" and dtype_of(row) == "bf16"
+    )
+
+    def work(queries: int, **plan: bool) -> dict[str, float]:
+        line, flops = f"bf16 b1 h8 q{queries} kv256 d64", 2.0 * 8 * queries * 256 * 128
+        planned = as_planned(
+            row | {"problem": line, "plan": row["plan"] | {"tasks": 8, "chunks": 1, "flops": flops} | plan}
+        )
+        return predict.predict(planned, row["rates"]).terms
+
+    few, many = work(4, unit_steps=True), work(16, unit_steps=True)
+    assert few["scores"] == many["scores"] and few["values"] == many["values"]
+    assert few["softmax"] < many["softmax"] < 4 * few["softmax"]
+    assert few["scores"] < work(4)["scores"] and many["scores"] < 0.5 * work(16)["scores"]
+    assert work(17, unit_steps=True)["scores"] > many["scores"]
+
+
 def test_twice_the_heads_take_twice_as_long():
     once, twice = predicted("f64 b1 h8 q96 kv192 d64"), predicted("f64 b1 h16 q96 kv192 d64")
     assert twice.terms["scores"] == pytest.approx(2 * once.terms["scores"])

@@ -277,6 +277,8 @@ def _words(planned: Planned) -> list[tuple[str, str]]:
         "decode": f"the few rows of a KV head against tiles of {plan['block_kv']} keys, each read once for all rows",
         "matrix": f"panels of 32 rows against tiles of {plan['block_kv']} keys on the CPU's matrix unit",
     }[planned.route]
+    if plan.get("unit_steps"):
+        route += ", on the CPU's matrix unit"
     if last := plan["last_rows"]:
         route += f"; of each head the last {units.plural(last, 'row')} as a decode step"
     said = [("kernel", f"the {planned.route} route on {planned.isa}: {route}")]
@@ -309,6 +311,8 @@ def _copies(planned: Planned, shape: Shape) -> str:
     if planned.route == "matrix":
         return "brought into the unit's order tile by tile, once for each task: V, and K unless it is so already"
     if not planned.plan["copies_kv"]:
+        if planned.plan.get("unit_steps"):
+            return "read where they lie, K without a copy, two rows of V joined at a time"
         return "read where they lie, without a copy"
     if planned.route == "decode":
         return f"copied tile by tile, because rows of {shape.d} and {shape.v} are not whole vectors of {shape.lanes}"
