@@ -187,7 +187,9 @@ bool comes_unasked(cpu_core core, const problem& p, int64_t lanes_of_f32) {
 int64_t heads_of_task(const plan& plan, bool in_l2, int64_t l2_bytes) {
   constexpr int64_t l1_bytes = 32 << 10;
   const problem& p = plan.p;
-  if (plan.turns) return std::clamp<int64_t>(most_rows_at_once / plan.block_q, 1, p.kv_heads);
+  // The unit takes more than 16 rows in two blocks of the same size.
+  const int64_t taken = plan.unit_steps && plan.block_q > 16 ? round_up(plan.block_q, 2) : plan.block_q;
+  if (plan.turns) return std::clamp<int64_t>(most_rows_at_once / taken, 1, p.kv_heads);
   const int64_t tile_bytes = std::min(p.kv_len, plan.block_kv) * (p.head_dim + p.v_dim) * dtype_bytes(p.dtype);
   const int64_t room = in_l2 ? l2_bytes / 2 : p.kv_len <= plan.block_kv ? l1_bytes : 0;
   const int64_t most = std::min(most_decode_rows / plan.block_q, room / std::max<int64_t>(tile_bytes, 1));

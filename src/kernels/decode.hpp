@@ -973,6 +973,7 @@ struct decode_task {
       on_unit = false;
       padded_rows = rows;
       copy_rows();
+      lap(task.clock, phase_pack);
     }
     // See tile_task::run. Alone: what its neighbours get must not depend on it.
     const int64_t count = heads;

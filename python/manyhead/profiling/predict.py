@@ -114,8 +114,9 @@ UNITS = {
 UNIT_PARTS = {"bf16": (1, 1, 1), "whole": (1, 1, 2), "f16": (2, 4, 3), "f32": (3, 6, 6)}
 UNIT_FAST_PARTS = {"bf16": (1, 1, 1), "whole": (1, 1, 1), "f16": (2, 3, 2), "f32": (3, 6, 4)}
 
-# Decode route with the unit's products (plan: unit_steps), cycles a key of a head, as measured in L2 with 4 to 24 rows and
-# heads of 64 to 256: each line of K and V is read and, of V, paired; each block of 16 rows, or half, takes K again.
+# Decode route with the unit's products (plan: unit_steps), cycles a key of a head, as measured in L2 with 4 to 24
+# rows and heads of 64 to 256: each line of K and V is read and, of V, paired; the second block of rows, from 17 on,
+# takes K again.
 STEP_KEY = 7.0
 STEP_LINE = 2.0
 STEP_BLOCK = 2.4  # of a line of K, with each block more
