@@ -110,12 +110,12 @@ bool goes_to_unit(const problem& p, const dtype_kernels& kernels, double pairs_o
   return used * of_tile_route > of_pairs + 22.7 * whole(p.kv_len) + 15.9 * whole(rows);
 }
 
-// Whether a step of few rows is the decode route's with the unit's products (decode_unit.hpp). Measured on one thread of an Intel
-// Xeon (AMX), bf16, in the time that decode by multiply-adds takes (up to 10 rows) or the matrix route (from 11 on): 32 to 512 keys
-// in cache, heads of 64 and 128, 2 rows 1.0 to 1.45, 3 and 4 rows 0.63 to 1.02 (48 keys of 64 take as long), 6 and 8 rows
-// 0.41 to 0.77, 12 and 16 rows 0.5 to 0.73, 20 rows 0.7 to 1.0, 24 rows 0.82 to 1.12, 28 rows 0.88 to 1.13; 16 keys 0.85 to 1.15, 24
-// keys 0.71 to 0.98. From L3, 3 rows 0.8, 4 rows 0.94 to 0.97, 6 rows 0.66. Heads of 256 from L3: 3 rows 1.06, 4 rows 1.15 to 1.27, 6 rows 0.87,
-// 12 rows 0.94, 20 rows 1.08.
+// Whether a step of few rows is the decode route's with the unit's products (decode_unit.hpp). Measured on one thread of an
+// Intel Xeon (AMX), bf16, in the time that decode by multiply-adds takes (up to 10 rows) or the matrix route (from 11 on): 32 to
+// 512 keys in cache, heads of 64 and 128, 2 rows 1.0 to 1.45, 3 and 4 rows 0.63 to 1.02 (48 keys of 64 take as long), 6 and 8
+// rows 0.41 to 0.77, 12 and 16 rows 0.47 to 0.73, 20 rows 0.7 to 1.0, 24 rows 0.82 to 1.12, 28 rows 0.88 to 1.13; 16 keys 0.85 to
+// 1.15, 24 keys 0.71 to 0.98. From L3, 3 rows 0.8, 4 rows 0.94 to 0.97, 6 rows 0.66. Heads of 256 from L3: 3 rows 1.06, 4 rows
+// 1.15 to 1.27, 6 rows 0.87, 12 rows 0.94, 20 rows 1.08.
 bool steps_on_unit(const problem& p, const dtype_kernels& kernels) {
   const int64_t rows = p.group() * p.q_len;
   const bool large = p.head_dim + p.v_dim > 256;
@@ -187,7 +187,7 @@ bool comes_unasked(cpu_core core, const problem& p, int64_t lanes_of_f32) {
 int64_t heads_of_task(const plan& plan, bool in_l2, int64_t l2_bytes) {
   constexpr int64_t l1_bytes = 32 << 10;
   const problem& p = plan.p;
-  // The unit takes more than 16 rows in two blocks of the same size.
+  // The unit takes more than 16 rows in two blocks of the same size (decode_unit.hpp: unit_blocks).
   const int64_t taken = plan.unit_steps && plan.block_q > 16 ? round_up(plan.block_q, 2) : plan.block_q;
   if (plan.turns) return std::clamp<int64_t>(most_rows_at_once / taken, 1, p.kv_heads);
   const int64_t tile_bytes = std::min(p.kv_len, plan.block_kv) * (p.head_dim + p.v_dim) * dtype_bytes(p.dtype);

@@ -86,7 +86,7 @@ struct decode_task {
     q = from.take<T>(row_count * k_dim);
     out = from.take<T>(row_count * v_dim);
     scores = from.take<T>(row_count * width);
-    row_sums = row_totals = from.take<T>(row_count * w);
+    row_sums = from.take<T>(row_count * w);
     if constexpr (has_unit) {
       if (c.unit_steps) {
         row_totals = from.take<T>(row_count * w);
@@ -599,9 +599,7 @@ struct decode_task {
 
   template <bool Careful, int R>
   MH_INLINE void weigh_all(int64_t r, int64_t padded_keys, T careful_factor) {
-    for (; r + R <= heads * padded_rows; r += R) {
-      weigh_rows<Careful, R>(r, padded_keys, careful_factor);
-    }
+    for (; r + R <= heads * padded_rows; r += R) weigh_rows<Careful, R>(r, padded_keys, careful_factor);
     if constexpr (R > 1) weigh_all<Careful, R / 2>(r, padded_keys, careful_factor);
   }
 
@@ -653,10 +651,9 @@ struct decode_task {
     });
   }
 
-  // What else is done to scores of head h before the softmax takes them.
-  MH_INLINE void change_scores(int64_t h, const key_tile& tile, visibility see) {
+  // What else is done to scores s of head h before the softmax takes them.
+  MH_INLINE void change_scores(int64_t h, const key_tile& tile, visibility see, T* s) {
     const int64_t padded = round_up(tile.keys(), w);
-    T* const s = scores + (on_unit ? 0 : h) * padded_rows * width;
     if (has_score_passes(c)) change_scores_of(kv_head + h, tile, s, padded);
     if (see == visibility::some) visibility_pass_rows<T>(words_of(h), round_up(rows, w), rows, padded, width, s);
   }
@@ -741,15 +738,7 @@ struct decode_task {
   template <bool Careful>
   __attribute__((noinline)) void attend_all() {
     const T careful_factor = Careful ? static_cast<T>(::exp2(-careful_shift(c.kv_len))) : T(1);
-    begin_rows();
-    const auto [begin, end, seen_from, seen_to] = keys_of_task();
-    int64_t tile = 0;
-    phase_clock* clock = nullptr;
-    for (int64_t b = begin / c.block_kv * c.block_kv; b < end; b += c.block_kv) {
-      clock = clock_of(tile++, (end - b + c.block_kv - 1) / c.block_kv);
-      key_tile t{max_of(b, begin), min_of(b + c.block_kv, end), false};
-      if (t.keys() <= 0) continue;  // a window that begins behind the last key
-      t.all_visible = c.mask == nullptr && c.key_mask == nullptr && t.begin >= seen_from && t.end <= seen_to;
+    over_tiles([&](const key_tile& t, int64_t begin, int64_t end, phase_clock* clock) MH_INLINE_LAMBDA {
       visibility see[most_rows_at_once];
       bool any = false, all = true;
       for (int64_t h = 0; h < heads; ++h) {
@@ -758,7 +747,7 @@ struct decode_task {
         all = all && see[h] == visibility::all;
       }
       if (!t.all_visible) lap(clock, phase_mask);
-      if (!any) continue;
+      if (!any) return;
       const int64_t keys = t.keys(), padded = round_up(keys, w);
       const int64_t of_k = take_turns() ? turn_keys : keys, of_v = take_turns() ? keys_at_once : keys;
       for (int64_t first = 0; first < keys; first += of_k) {
@@ -769,7 +758,7 @@ struct decode_task {
       lap(clock, phase_scores);
       if (!all || has_score_passes(c)) {
         for (int64_t h = 0; h < heads; ++h) {
-          if (see[h] != visibility::none) change_scores(h, t, see[h]);
+          if (see[h] != visibility::none) change_scores(h, t, see[h], scores + h * padded_rows * width);
         }
         lap(clock, phase_mask);
       }
@@ -786,38 +775,29 @@ struct decode_task {
         }
       }
       lap(clock, phase_values);
-    }
-    end_rows_unseen();
+    });
   }
 
-  // How far ahead of need lines are asked for here, each with those in its place now: on an Intel Xeon (AMX) with heads of 64 and 128,
-  // from L3 and memory, one thread and two, 8 rows 0.86 to 1.0 of it, 12 rows 0.9 to 0.99, 16 rows 0.93 to 1.02, 24 rows 0.91 to 0.98, the next 32
-  // keys 0.83 to 0.98, and 40 rows 0.9 to 1.0.
+  // How far ahead of need lines are asked for here, each with those in its place now: on an Intel Xeon (AMX) with heads of
+  // 64 and 128, from L3 and memory, one thread and two, 8 rows 0.86 to 1.0 of it, 12 rows 0.9 to 0.99, 16 rows 0.93 to 1.02,
+  // 24 rows 0.91 to 0.98, the next 32 keys 0.83 to 0.98, and 40 rows 0.9 to 1.0.
   static constexpr int64_t unit_rows_ahead = 20;
 
   // All heads in turn against 32 keys at a time. What the unit has made is loaded after something else has been done: V is
   // brought into its order between its scores and the softmax.
   __attribute__((noinline)) void attend_on_unit() {
     const step_unit told(unit.of.size);
-    begin_rows();
     memset(row_totals, 0, static_cast<size_t>(heads * padded_rows * w) * sizeof(T));
-    const auto [begin, end, seen_from, seen_to] = keys_of_task();
-    const asks way = !c.prefetch ? asks::nothing : c.asks_l1 ? asks::other_l1 : asks::other;
-    int64_t tile = 0;
-    for (int64_t b = begin / c.block_kv * c.block_kv; b < end; b += c.block_kv) {
-      phase_clock* const clock = clock_of(tile++, (end - b + c.block_kv - 1) / c.block_kv);
-      key_tile t{max_of(b, begin), min_of(b + c.block_kv, end), false};
+    over_tiles([&](const key_tile& t, int64_t, int64_t, phase_clock* clock) MH_INLINE_LAMBDA {
       const int64_t keys = t.keys();
-      if (keys <= 0) continue;
-      t.all_visible = c.mask == nullptr && c.key_mask == nullptr && t.begin >= seen_from && t.end <= seen_to;
       for (int64_t h = 0; h < heads; ++h) {
         const visibility see = see_head(h, t);
         if (!t.all_visible) lap(clock, phase_mask);
         if (see == visibility::none) continue;
         const rows_at<D> k = in_place(c.k, c.k_strides, task.batch, kv_head + h, t.begin);
         const rows_at<D> v = in_place(c.v, c.v_strides, task.batch, kv_head + h, t.begin);
-        asking(way, [&](auto as) MH_INLINE_LAMBDA {
-          constexpr asks For = decltype(as)::value;
+        asking(way_of_asking(), [&](auto way) MH_INLINE_LAMBDA {
+          constexpr asks For = decltype(way)::value;
           const asker<For> ask_k{as_soon(k.from(unit_rows_ahead)), c.head_dim / lines_elements};
           const asker<For> ask_v{as_soon(v.from(unit_rows_ahead)), c.v_dim / lines_elements};
           unit.multiply_k(h, k.base, keys, ask_k);
@@ -825,7 +805,7 @@ struct decode_task {
           lap(clock, phase_scores);
           unit.put_scores(keys, scores, width);
           if (see == visibility::some || has_score_passes(c)) {
-            change_scores(h, t, see);
+            change_scores(h, t, see, scores);
             lap(clock, phase_mask);
           }
           if (keys < width) close_slots(padded_rows, keys, width);
@@ -836,12 +816,11 @@ struct decode_task {
         });
         started[h] = true;
       }
-    }
-    end_rows_unseen();
+    });
   }
 
-  // Scores of head h become weights of the unit, R rows at a time from r on: rounded, two neighbours a word. Exponentials as on the
-  // matrix route (matrix.hpp: degree).
+  // Scores of head h become weights of the unit, R rows at a time from r on: rounded, two neighbours a word. Exponentials as
+  // on the matrix route (matrix.hpp: degree).
   template <int R>
   MH_INLINE void weigh_for_unit(int64_t h, int64_t r) {
     for (; r + R <= padded_rows; r += R) {
@@ -867,32 +846,31 @@ struct decode_task {
     if constexpr (R > 1) weigh_for_unit<R / 2>(h, r);
   }
 
-  MH_INLINE void begin_rows() {
+  // Calls f(tile, begin, end, clock) for each tile of the task's keys [begin, end).
+  template <class F>
+  MH_INLINE void over_tiles(F f) {
     const int64_t all_rows = heads * padded_rows;
     direct = false;
     memset(row_sums, 0, static_cast<size_t>(all_rows * w) * sizeof(T));
     for (int64_t r = 0; r < all_rows; ++r) row_max[r] = lowest<T>;
     for (int64_t h = 0; h < heads; ++h) started[h] = false;
-  }
-
-  // Of heads that saw no key.
-  MH_INLINE void end_rows_unseen() {
+    const key_range of_first = range_of(c, at, task.row_begin / c.group);
+    const key_range of_last = range_of(c, at, (task.row_end - 1) / c.group);
+    const int64_t begin = first_key(at, task);
+    int64_t end = c.extra_keys > 0 ? c.kv_len : of_last.end;
+    if (c.chunks > 1) end = min_of(end, (task.chunk + 1) * c.chunk_keys);
+    int64_t tile = 0;
+    for (int64_t b = begin / c.block_kv * c.block_kv; b < end; b += c.block_kv) {
+      phase_clock* const clock = clock_of(tile++, (end - b + c.block_kv - 1) / c.block_kv);
+      key_tile t{max_of(b, begin), min_of(b + c.block_kv, end), false};
+      if (t.keys() <= 0) continue;  // a window that begins behind the last key
+      t.all_visible = c.mask == nullptr && c.key_mask == nullptr && t.begin >= of_last.begin && t.end <= of_first.end;
+      f(t, begin, end, clock);
+    }
     for (int64_t h = 0; h < heads; ++h) {
       if (!started[h]) memset(out + h * padded_rows * v_dim, 0, static_cast<size_t>(rows * v_dim) * sizeof(T));
     }
     if (task.clock != nullptr) resume_clock(*task.clock, 1);
-  }
-
-  // The task's keys, and which of them all of its rows see as far as positions go.
-  struct keys_seen {
-    int64_t begin, end, seen_from, seen_to;
-  };
-  MH_INLINE keys_seen keys_of_task() const {
-    const key_range of_first = range_of(c, at, task.row_begin / c.group);
-    const key_range of_last = range_of(c, at, (task.row_end - 1) / c.group);
-    int64_t end = c.extra_keys > 0 ? c.kv_len : of_last.end;
-    if (c.chunks > 1) end = min_of(end, (task.chunk + 1) * c.chunk_keys);
-    return {first_key(at, task), end, of_last.begin, of_first.end};
   }
 
   // Divides and stores the rows of head h. False: something is not finite.

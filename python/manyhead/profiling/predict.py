@@ -235,9 +235,8 @@ def traffic(planned: Planned, l2_bytes: int) -> float:
 def predict(planned: Planned, rates: Rates) -> Prediction:
     shape = Shape(planned)
     peak = 2 * shape.lanes * rates.clock * planned.threads / rates.arithmetic  # cycles of a vector of multiply-adds
-    route = {"decode": _decode, "matrix": _matrix}.get(planned.route, _tile)
-    if planned.plan.get("unit_steps"):  # older records have none
-        route = _unit_steps
+    on_unit = planned.plan.get("unit_steps")  # older records have none
+    route = {"decode": _unit_steps if on_unit else _decode, "matrix": _matrix}.get(planned.route, _tile)
     last = planned.plan["last_rows"]
     cycles = route(planned, shape.of_rows(shape.rows - last), peak)
     if last > 0:
