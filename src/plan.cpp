@@ -84,8 +84,10 @@ bool goes_to_decode(const problem& p, int64_t lanes) {
   return second && static_cast<double>(rows) <= 1.55 * even;
 }
 
-// Scores over such a cap may be denormal numbers, which are 0 where the unit multiplies.
+// Products that only such a scale makes something of, and scores over such a cap, may be denormal numbers, which are 0 where the
+// unit multiplies.
 bool unit_takes_scores(const problem& p) {
+  if (std::abs(p.scale) > 1e30) return false;
   return !(p.softcap > 0 && (p.softcap > 1e30 || std::abs(p.scale) < p.softcap * 1e-36));
 }
 
