@@ -67,6 +67,8 @@ def floats(x: Any, name: str) -> np.ndarray:
 
 def writable(x: Any, name: str) -> np.ndarray:
     """An output that the caller gave: its memory itself, never a copy."""
+    if type(x) is np.ndarray and CODES[x.dtype] is not None and x.flags.behaved:  # aligned and writable
+        return x
     if type(x).__module__.split(".")[0] in ("jax", "jaxlib"):
         raise TypeError(f"{name} is a JAX array, which cannot be written to")
     array = view(x, name)
