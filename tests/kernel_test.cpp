@@ -378,19 +378,22 @@ TEST_CASE("a few rows take the unit in the decode route where it has kernels for
       CHECK((!plan.unit_steps || plan.block_kv == 32));
       return plan.unit_steps;
     };
-    const bool has = table->dtype[MH_DTYPE_BF16].unit_steps != 0;
-    CHECK(has ==
-          (table->lanes == 16 && std::string(table->isa) != "avx512" && std::string(table->isa) != "avx512_bf16"));
-    for (const char* line : {"b1 h8 q3 kv32 d64", "b1 h96/4 q1 kv5000 d128", "b1 h2 q24 kv40 d32", "b1 h2 q6 kv40 d256",
-                             "b1 h2 q16 kv40 d160 v128", "b1 h2 q4 kv40 d64 causal align=br mask bias",
-                             "b1 h2 q4 kv40 d64 bshd", "b1 h2 q4 kv40 d64 strides=lastdim"})
-      CHECK(on_unit(std::string("bf16 ") + line) == has);
-    for (const char* line :
-         {"bf16 b1 h8 q2 kv320 d64", "bf16 b1 h8 q25 kv320 d64", "bf16 b1 h8 q4 kv31 d64", "bf16 b1 h8 q4 kv320 d40",
-          "bf16 b1 h8 q4 kv320 d64 v72", "bf16 b1 h8 q5 kv320 d256", "bf16 b1 h8 q17 kv320 d256",
-          "bf16 b1 h8 q4 kv320 d64 weights", "bf16 b1 h8 q4 kv320 d64 softcap=1e37", "f16 b1 h8 q4 kv320 d64",
-          "f32 b1 h8 q4 kv320 d64"})
-      CHECK(!on_unit(line));
+    const std::string isa = table->isa;
+    const bool tiles = isa == "amx" || isa == "amx_fp16" || isa == "emu512";
+    const std::pair<std::string, bool> dtypes[] = {
+        {"bf16 ", tiles}, {"f16 ", tiles && isa != "amx"}, {"f32 ", false}, {"f64 ", false}};
+    for (const auto& [dtype, has] : dtypes) {
+      for (const char* line :
+           {"b1 h8 q3 kv32 d64", "b1 h96/4 q1 kv5000 d128", "b1 h2 q24 kv40 d32", "b1 h2 q6 kv40 d256",
+            "b1 h2 q16 kv40 d160 v128", "b1 h2 q4 kv40 d64 causal align=br mask bias", "b1 h2 q4 kv40 d64 bshd",
+            "b1 h2 q4 kv40 d64 strides=lastdim"})
+        CHECK(on_unit(dtype + line) == has);
+      for (const char* line :
+           {"b1 h8 q2 kv320 d64", "b1 h8 q25 kv320 d64", "b1 h8 q4 kv31 d64", "b1 h8 q4 kv320 d40",
+            "b1 h8 q4 kv320 d64 v72", "b1 h8 q5 kv320 d256", "b1 h8 q17 kv320 d256", "b1 h8 q4 kv320 d64 weights",
+            "b1 h8 q4 kv320 d64 softcap=1e37", "b1 h8 q4 kv320 d64 scale=1e31"})
+        CHECK(!on_unit(dtype + line));
+    }
   }
 }
 
@@ -411,6 +414,26 @@ TEST_CASE("problems") {
 
 // --- properties ------------------------------------------------------------------------------------------------------
 
+// A result that is what two weights near a half differ by: of f16, weights rounded to it would show there.
+TEST_CASE("weights of f16 are exact to 16 bits and more, whatever multiplies them") {
+  for (const kernel_table* table : chosen.tables) {
+    for (const char* line : {"f16 b1 h1 q1 kv32 d32 scale=1", "f16 b1 h2 q5 kv40 d64 scale=1",
+                             "f16 b1 h1 q20 kv33 d32 scale=1", "f16 b1 h1 q64 kv80 d32 scale=1"}) {
+      test_case c(parse_problem(line));
+      c.q.each([&](const index4& i) {
+        c.q.set(i, i[3] == 0 ? 1 : i[3] == 1 ? 0.0007 * static_cast<double>(i[2] + 1) : 0);
+      });
+      c.k.each([&](const index4& i) { c.k.set(i, i[3] == 0 && i[2] > 1 ? -30 : i[3] == 1 && i[2] == 0 ? 1 : 0); });
+      c.v.each([&](const index4& i) { c.v.set(i, i[2] == 0 ? 1 : i[2] == 1 ? -1 : 0); });
+      run(c, *table);
+      c.out.each([&](const index4& i) {
+        const double want = std::tanh(c.q.get({i[0], i[1], i[2], 1}) / 2);
+        CHECK(std::fabs(c.out.get(i) - want) <= 0x1p-16 + 0x1p-10 * want);
+      });
+    }
+  }
+}
+
 TEST_CASE("heads that share a task have the bits that they have alone") {
   for (const kernel_table* table : chosen.tables) {
     for (const char* dtype : dtype_names) {
@@ -418,7 +441,7 @@ TEST_CASE("heads that share a task have the bits that they have alone") {
                                          " b2 h7 q1 kv40 d8",           " b2 h7 q1 kv150 d24 bshd",
                                          " b2 h14/7 q1 kv150 d40 bshd", " b2 h7 q1 kv150 d8 bshd"};
       // And products of a matrix unit, with rows enough for it.
-      if (dtype == std::string("bf16"))
+      if (dtype == std::string("bf16") || dtype == std::string("f16"))
         shapes.insert(shapes.end(), {" b2 h7 q3 kv100 d32", " b2 h14/7 q2 kv150 d64 bshd"});
       for (const char* shape : shapes) {
         const std::string line = dtype + std::string(shape) + " mask lse";

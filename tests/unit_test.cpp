@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "kernels/decode_unit.hpp"
 #include "kernels/matrix_unit.hpp"
 #include "micro_test.hpp"
 
@@ -208,6 +209,79 @@ TEST_CASE("the matrix unit adds up the products of the parts") {
   check_products<in_bf16>([](float x) { return bf16::narrow(x); });
 #if MH_UNIT_F16
   check_products<in_f16>([](float x) { return f16::narrow(x); });
+#endif
+}
+
+// Small integers again: exact. Rows of K lie apart, and are not looked at behind the last.
+template <class Format>
+void check_steps(uint16_t (*narrow)(float)) {
+  constexpr int64_t dims = 96, v_dim = 64, stride = 112, part = 300;
+  std::mt19937 random(12);
+  const auto small = [&] {
+    return static_cast<uint32_t>(narrow(static_cast<float>(static_cast<int>(random() % 15) - 7)));
+  };
+  aligned<uint16_t> k(32 * stride);
+  aligned<uint32_t> q(dims / 2 * 16), p(2 * part), v(v_dim / 16 * 256);
+  for (int64_t i = 0; i < 32 * stride; ++i) k[i] = static_cast<uint16_t>(small());
+  for (aligned<uint32_t>* x : {&q, &p, &v}) {
+    const int64_t count = x == &q ? dims / 2 * 16 : x == &p ? 2 * part : v_dim / 16 * 256;
+    for (int64_t i = 0; i < count; ++i) (*x)[i] = small() | small() << 16;
+  }
+  const auto times = [](uint32_t a, uint32_t b) {
+    const auto low = [](uint32_t x) { return Format::widen(static_cast<uint16_t>(x)); };
+    return low(a) * low(b) + low(a >> 16) * low(b >> 16);
+  };
+  for (const int64_t rows : {1, 2, 7, 8, 15, 16}) {
+    const step_unit<Format> unit(rows);
+    const auto check_scores = [&]<int Blocks>() {
+      aligned<float> to(32 * 16, 5.0F);
+      int64_t steps = 0;
+      unit.template scores<Blocks>(k.get(), stride * 2, q.get(), dims / 32, to.get(),
+                                   [&](int64_t at) { steps += at + 1; });
+      CHECK(steps == 6);
+      bool same = true;
+      for (int64_t key = 0; key < 32; ++key) {
+        for (int64_t row = 0; row < 16; ++row) {
+          float want = key < 16 * Blocks ? 0.0F : 5.0F;
+          for (int64_t i = 0; key < 16 * Blocks && i < dims / 2; ++i) {
+            const uint16_t* pair = &k[key * stride + 2 * i];
+            want += times(pair[0] | static_cast<uint32_t>(pair[1]) << 16, q[i * 16 + row]);
+          }
+          same = same && to[key * 16 + row] == want;
+        }
+      }
+      CHECK(same);
+    };
+    check_scores.template operator()<1>();
+    check_scores.template operator()<2>();
+    const auto check_values = [&]<int Parts>(bool add) {
+      aligned<float> out(17 * v_dim, 5.0F);
+      int64_t turns = 0;
+      unit.template values<Parts>(p.get(), part, v.get(), v_dim, out.get(), add, rows,
+                                  [&](int64_t at) { turns += at + 1; });
+      CHECK(turns == 3);
+      bool same = true;
+      for (int64_t row = 0; row < 17; ++row) {
+        for (int64_t d = 0; d < v_dim; ++d) {
+          float want = add || row >= rows ? 5.0F : 0.0F;
+          for (int64_t i = 0; row < rows && i < 16 * Parts; ++i)
+            want += times(p[i / 16 * part + row * 16 + i % 16], v[d / 16 * 256 + i % 16 * 16 + d % 16]);
+          same = same && out[row * v_dim + d] == want;
+        }
+      }
+      CHECK(same);
+    };
+    for (const bool add : {false, true}) {
+      check_values.template operator()<1>(add);
+      check_values.template operator()<2>(add);
+    }
+  }
+}
+
+TEST_CASE("the unit's products of a few rows") {
+  check_steps<in_bf16>([](float x) { return bf16::narrow(x); });
+#if MH_UNIT_F16 || !defined(__AMX_BF16__)
+  check_steps<in_f16>([](float x) { return f16::narrow(x); });
 #endif
 }
 

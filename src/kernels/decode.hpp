@@ -786,7 +786,7 @@ struct decode_task {
   // All heads in turn against 32 keys at a time. What the unit has made is loaded after something else has been done: V is
   // brought into its order between its scores and the softmax.
   __attribute__((noinline)) void attend_on_unit() {
-    const step_unit told(unit.of.size);
+    const step_unit_of<D> told(unit.of.size);
     memset(row_totals, 0, static_cast<size_t>(heads * padded_rows * w) * sizeof(T));
     over_tiles([&](const key_tile& t, int64_t, int64_t, phase_clock* clock) MH_INLINE_LAMBDA {
       const int64_t keys = t.keys();
@@ -819,10 +819,11 @@ struct decode_task {
     });
   }
 
-  // Scores of head h become weights of the unit, R rows at a time from r on: rounded, two neighbours a word. Exponentials as
-  // on the matrix route (matrix.hpp: degree).
+  // Scores of head h become weights of the unit, R rows at a time from r on: in parts, two neighbours a word. Exponentials, and
+  // which sums are of what was rounded, as on the matrix route (matrix.hpp: degree, rounds).
   template <int R>
   MH_INLINE void weigh_for_unit(int64_t h, int64_t r) {
+    constexpr int Parts = step_operands<D>::weight_parts();
     for (; r + R <= padded_rows; r += R) {
       const int64_t of_task = h * padded_rows + r;
       const T* const s = scores + r * width;
@@ -833,14 +834,18 @@ struct decode_task {
       for (int n = 0; n < 2 * R; ++n) {
         p[n] = (vec<T>::load_aligned(s + n / 2 * width + n % 2 * w) - vec<T>(row_max[of_task + n / 2])) * scale;
       }
-      exp2_of<T, 2 * R, 4>(p);
+      exp2_of<T, 2 * R, Parts == 1 ? 4 : 5>(p);
       const auto add = [](T* sums, vec<T> x) MH_INLINE_LAMBDA { (vec<T>::load_aligned(sums) + x).store_aligned(sums); };
 #pragma GCC unroll 8
       for (int n = 0; n < R; ++n) {
-        add(row_totals + (of_task + n) * w, p[2 * n] + p[2 * n + 1]);
+        const vec<T> total = p[2 * n] + p[2 * n + 1];
+        add(row_totals + (of_task + n) * w, total);
         deinterleave<T>(p[2 * n], p[2 * n + 1]);
-        in_bf16::round(p[2 * n], p[2 * n + 1]).store_aligned(unit.weights + (r + n) * w);
-        add(row_sums + (of_task + n) * w, p[2 * n] + p[2 * n + 1]);
+        word_vec parts[Parts];
+        split_floats<typename unit_number<D>::values::format>(p[2 * n], p[2 * n + 1], parts);
+#pragma GCC unroll 2
+        for (int i = 0; i < Parts; ++i) parts[i].store_aligned(unit.weights + i * unit.weight_part() + (r + n) * w);
+        add(row_sums + (of_task + n) * w, Parts == 1 ? p[2 * n] + p[2 * n + 1] : total);
       }
     }
     if constexpr (R > 1) weigh_for_unit<R / 2>(h, r);
@@ -878,7 +883,7 @@ struct decode_task {
     finite_check<T> finite;
     const double undo = careful ? ::exp2(careful_shift(c.kv_len)) : 1.0;
     // Stores of vectors may change members, for all that a compiler knows.
-    const int64_t dims = v_dim, back = v_back, pairs = D::pairs_apart && (on_unit || !c.copy_kv) ? v_pairs : 0;
+    const int64_t dims = v_dim, back = v_back, pairs = on_unit || (D::pairs_apart && !c.copy_kv) ? v_pairs : 0;
     const bool partial = c.chunks > 1, in_vectors = back == dims - c.v_dim && (partial || c.out_strides[3] == 1);
     row_walk<char> to = rows_of_results<D>(c, task, kv_head + h, task.row_begin);
     for (int64_t r = h * padded_rows; r < h * padded_rows + rows; ++r, to.step(c)) {
@@ -896,7 +901,7 @@ struct decode_task {
         D::narrow(x, static_cast<typename D::storage*>(row) + d);
       };
       int64_t d = 0;
-      if constexpr (D::pairs_apart) {
+      if constexpr (D::pairs_apart || has_unit) {
         for (; d < pairs; d += 2 * w) {
           vec<T> even = value(d), odd = value(d + w);
           if (in_vectors && !partial) {
@@ -934,9 +939,7 @@ struct decode_task {
     start();
     lap(task.clock, phase_pack);
     if constexpr (has_unit) {
-      if (on_unit) {
-        attend_on_unit();
-      }
+      if (on_unit) attend_on_unit();
     }
     if (!on_unit) attend_all<false>();
     bool all_finite = true;

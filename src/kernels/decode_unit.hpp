@@ -1,4 +1,5 @@
-// The two products of the decode route on a matrix unit with tiles (AMX), for bf16: few rows against K and V as they lie in memory.
+// The two products of the decode route on a matrix unit with tiles (AMX), for 16-bit types that are the unit's own: few rows
+// against K and V as they lie in memory.
 //
 //   S^T[16 keys][rows] = K[16 keys][32 dims a step] Q^T     A: K where it is; B: Q^T, packed once
 //   O[rows][16 dims] += P[rows][32 keys a step] V           A: the weights; B: V as pairs of keys
@@ -7,8 +8,8 @@
 // are a quarter or less of what multiply-adds take for four rows. Nothing is widened; two neighbouring rows of V are joined,
 // even and odd dims apart, in which order results stay until they are written (decode.hpp: pairs_apart). K is not copied: reading
 // it in place is 1.2 to 1.4 times as fast.
-// Weights are rounded, as on the matrix route (matrix.hpp), whose limits hold too: what the unit cannot do is left to
-// multiply-adds, head by head.
+// Weights are rounded, of f16 to two parts (unit_number.hpp), as on the matrix route (matrix.hpp), whose limits hold too: what the
+// unit cannot do is left to multiply-adds, head by head.
 //
 // Tile registers: 0, 1 scores of 16 keys each, 2 and 3 K, or pairs of V, 4 Q, 5 weights, 6 and 7 results.
 #pragma once
@@ -19,13 +20,16 @@
 namespace manyhead::MH_ISA {
 namespace {
 
+// Whether numbers of D are of one part to such a unit.
+template <class D>
+constexpr bool whole_for_unit() {
 #if MH_MATRIX && !MH_UNIT_COLUMNS && !defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-template <class D>
-inline constexpr bool unit_decodes = std::is_same_v<D, bf16> && lanes<float> == 16;
-#else
-template <class D>
-inline constexpr bool unit_decodes = false;
+  if constexpr (sizeof(typename D::storage) == 2) return unit_number<D>::values::parts == 1 && lanes<float> == 16;
 #endif
+  return false;
+}
+template <class D>
+inline constexpr bool unit_decodes = whole_for_unit<D>();
 
 #if defined(__AMX_BF16__)
 
@@ -40,6 +44,7 @@ struct alignas(64) step_shapes {
   }
 };
 
+template <class Format>
 class step_unit {
  public:
   explicit step_unit(int64_t rows) { _tile_loadconfig(&shapes[rows - 1]); }
@@ -59,10 +64,10 @@ class step_unit {
     for (int64_t step = 0; step < steps; ++step, q += 256, block += 64, second += 64) {
       _tile_loadd(4, q, 64);
       _tile_loadd(2, block, stride);
-      _tile_dpbf16ps(0, 2, 4);
+      add_score(Format{});
       if constexpr (Blocks == 2) {
         _tile_loadd(3, second, stride);
-        _tile_dpbf16ps(1, 3, 4);
+        add_second_score(Format{});
       }
       meanwhile(step);
     }
@@ -70,12 +75,13 @@ class step_unit {
     if constexpr (Blocks == 2) _tile_stored(1, to + 256, 64);
   }
 
-  // out[rows][v_dim] = P V, or += where `add`, for 32 keys. v: [v_dim / 16] tiles of pairs; meanwhile(i) after each two of them.
-  template <class Meanwhile>
-  static MH_INLINE void values(const uint32_t* p, const uint32_t* v, int64_t v_dim, float* out, bool add, int64_t,
-                               Meanwhile meanwhile) {
+  // out[rows][v_dim] = P V, or += where `add`, for 32 keys. p: Parts tiles, `part` apart. v: [v_dim / 16] tiles of pairs;
+  // meanwhile(i) after each two of them.
+  template <int Parts, class Meanwhile>
+  static MH_INLINE void values(const uint32_t* p, int64_t part, const uint32_t* v, int64_t v_dim, float* out, bool add,
+                               int64_t, Meanwhile meanwhile) {
     asm volatile("" ::: "memory");
-    _tile_loadd(5, p, 64);
+    if constexpr (Parts == 1) _tile_loadd(5, p, 64);
     for (int64_t d = 0; d < v_dim; d += 32, v += 512) {
       if (add) {
         _tile_loadd(6, out + d, v_dim * 4);
@@ -85,9 +91,15 @@ class step_unit {
         _tile_zero(7);
       }
       _tile_loadd(2, v, 64);
-      _tile_dpbf16ps(6, 5, 2);
+      if constexpr (Parts == 2) _tile_loadd(5, p, 64);
+      add_value(Format{});
       _tile_loadd(3, v + 256, 64);
-      _tile_dpbf16ps(7, 5, 3);
+      add_second_value(Format{});
+      if constexpr (Parts == 2) {
+        _tile_loadd(5, p + part, 64);
+        add_value(Format{});
+        add_second_value(Format{});
+      }
       meanwhile(d / 32);
       _tile_stored(6, out + d, v_dim * 4);
       _tile_stored(7, out + d + 16, v_dim * 4);
@@ -96,6 +108,24 @@ class step_unit {
   }
 
  private:
+  static MH_INLINE void add_score(in_bf16) { _tile_dpbf16ps(0, 2, 4); }
+  static MH_INLINE void add_second_score(in_bf16) { _tile_dpbf16ps(1, 3, 4); }
+  static MH_INLINE void add_value(in_bf16) { _tile_dpbf16ps(6, 5, 2); }
+  static MH_INLINE void add_second_value(in_bf16) { _tile_dpbf16ps(7, 5, 3); }
+  // By their bytes, as neither g++ 12 nor the assemblers of its time know them: tdpfp16ps B, A, sums.
+  static MH_INLINE void add_score(in_f16) {
+    asm volatile(".byte 0xc4, 0xe2, 0x5b, 0x5c, 0xc2");  // %tmm4, %tmm2, %tmm0
+  }
+  static MH_INLINE void add_second_score(in_f16) {
+    asm volatile(".byte 0xc4, 0xe2, 0x5b, 0x5c, 0xcb");  // %tmm4, %tmm3, %tmm1
+  }
+  static MH_INLINE void add_value(in_f16) {
+    asm volatile(".byte 0xc4, 0xe2, 0x6b, 0x5c, 0xf5");  // %tmm2, %tmm5, %tmm6
+  }
+  static MH_INLINE void add_second_value(in_f16) {
+    asm volatile(".byte 0xc4, 0xe2, 0x63, 0x5c, 0xfd");  // %tmm3, %tmm5, %tmm7
+  }
+
   static constexpr step_shapes shapes[16] = {step_shapes(1),  step_shapes(2),  step_shapes(3),  step_shapes(4),
                                              step_shapes(5),  step_shapes(6),  step_shapes(7),  step_shapes(8),
                                              step_shapes(9),  step_shapes(10), step_shapes(11), step_shapes(12),
@@ -104,6 +134,7 @@ class step_unit {
 
 #else
 
+template <class Format>
 class step_unit {
  public:
   explicit step_unit(int64_t) {}
@@ -122,14 +153,15 @@ class step_unit {
     for (int64_t step = 0; step < steps; ++step) meanwhile(step);
   }
 
-  template <class Meanwhile>
-  static void values(const uint32_t* p, const uint32_t* v, int64_t v_dim, float* out, bool add, int64_t rows,
-                     Meanwhile meanwhile) {
+  template <int Parts, class Meanwhile>
+  static void values(const uint32_t* p, int64_t part, const uint32_t* v, int64_t v_dim, float* out, bool add,
+                     int64_t rows, Meanwhile meanwhile) {
     for (int64_t r = 0; r < rows; ++r) {
       for (int64_t d = 0; d < v_dim; ++d) {
         double sum = add ? static_cast<double>(out[r * v_dim + d]) : 0.0;
-        for (int64_t i = 0; i < 16; ++i) {
-          const uint32_t pair = p[r * 16 + i];
+        for (int64_t n = 0; n < 16 * Parts; ++n) {
+          const int64_t i = n % 16;
+          const uint32_t pair = p[n / 16 * part + r * 16 + i];
           sum += product(static_cast<uint16_t>(pair), static_cast<uint16_t>(pair >> 16),
                          v[d / 16 * 256 + i * 16 + d % 16]);
         }
@@ -142,13 +174,16 @@ class step_unit {
  private:
   static double product(uint16_t low, uint16_t high, uint32_t pair) {
     const auto times = [](uint16_t a, uint32_t b) {
-      return static_cast<double>(bf16::widen(a)) * static_cast<double>(bf16::widen(static_cast<uint16_t>(b)));
+      return static_cast<double>(Format::widen(a)) * static_cast<double>(Format::widen(static_cast<uint16_t>(b)));
     };
     return times(low, pair) + times(high, pair >> 16);
   }
 };
 
 #endif
+
+template <class D>
+using step_unit_of = step_unit<typename unit_number<D>::values::format>;
 
 // Rows of a head as the unit takes them: one block of up to 16, or two of the same size.
 struct unit_blocks {
@@ -170,11 +205,16 @@ struct step_operands {
   int64_t asks_of_k, asks_of_v;  // rows asked for with each step of a product, so that all are
   uint32_t* q;                   // [heads][of.count][dim_steps] tiles [16 pairs of dims][16 rows]
   float* products;               // [of.count][step][16 rows]: scores as the unit leaves them
-  uint32_t* weights;             // [of.rows()][16 pairs of keys]
+  uint32_t* weights;             // [parts][of.rows()][16 pairs of keys]
   uint32_t* pairs;               // [v_dim / 16] tiles [16 pairs of keys][16 dims]
   uint16_t* k_rows;              // [16][head_dim], where K is copied
 
   explicit step_operands(const kernel_call& call) : c(call), dim_steps(call.head_dim / step) {}
+
+  // With MH_FLAG_FAST_EXP too: steps stay as exact as without.
+  static constexpr int weight_parts() { return unit_number<D>::values::weight_parts(false); }
+  // Words of a part of all rows' weights.
+  MH_INLINE int64_t weight_part() const { return of.rows() * w; }
 
   template <class Ask>
   static MH_INLINE void ask_some(int64_t at, int64_t each, int64_t all, Ask ask) {
@@ -187,7 +227,7 @@ struct step_operands {
     asks_of_v = (w + c.v_dim / step - 1) / (c.v_dim / step);
     q = from.take<uint32_t>(heads * of.count * dim_steps * words);
     products = from.take<float>(of.count * step * w);
-    weights = from.take<uint32_t>(of.rows() * w);
+    weights = from.take<uint32_t>(weight_parts() * weight_part());
     pairs = from.take<uint32_t>(c.v_dim / w * words);
     k_rows = from.take<uint16_t>(w * c.head_dim);
   }
@@ -208,8 +248,10 @@ struct step_operands {
     return x;
   }
 
-  // Q^T of head h of the task. False: its numbers are not for the unit (matrix_operands.hpp: is_usual).
+  // Q^T of head h of the task. False: its numbers are not for the unit (matrix_operands.hpp: is_usual). f16 always is: none is
+  // that large, and denormal ones are multiplied.
   __attribute__((noinline)) bool pack_rows(const kernel_task& task, int64_t h) const {
+    constexpr bool looks = std::is_same_v<D, bf16>;
     pair_magnitudes seen;
     row_walk<const uint16_t> r = rows_of_q<D>(c, task.batch, task.kv_head_begin + h, task.row_begin);
     int64_t left = task.row_end - task.row_begin;
@@ -222,7 +264,7 @@ struct step_operands {
 #pragma GCC unroll 16
         for (int64_t l = 0; l < w; ++l) {
           x[l] = words_of(from[l], c.q_strides[3], s * step);
-          seen.take(x[l]);
+          if constexpr (looks) seen.take(x[l]);
         }
         transpose_words(x);
 #pragma GCC unroll 16
@@ -251,7 +293,7 @@ struct step_operands {
       const uint32_t* const of_q = q + (h * of.count + b) * dim_steps * words;
       float* const to = products + b * step * w;
       if (keys == step && dense) {
-        step_unit::scores<2>(k, row * 2, of_q, dim_steps, to, [&](int64_t at) MH_INLINE_LAMBDA {
+        step_unit_of<D>::template scores<2>(k, row * 2, of_q, dim_steps, to, [&](int64_t at) MH_INLINE_LAMBDA {
           if (b == 0) ask_some(at, asks_of_k, step, ask);
         });
         continue;
@@ -264,7 +306,7 @@ struct step_operands {
           from = k_rows;
           from_row = c.head_dim;
         }
-        step_unit::scores<1>(from, from_row * 2, of_q, dim_steps, to + half * w, [](int64_t) {});
+        step_unit_of<D>::template scores<1>(from, from_row * 2, of_q, dim_steps, to + half * w, [](int64_t) {});
       }
     }
   }
@@ -319,10 +361,11 @@ struct step_operands {
   template <class Ask>
   __attribute__((noinline)) void multiply_v(float* out, bool add, Ask ask) const {
     for (int64_t b = 0; b < of.count; ++b) {
-      step_unit::values(weights + b * of.size * w, pairs, c.v_dim, out + b * of.size * c.v_dim, add, of.size,
-                        [&](int64_t at) MH_INLINE_LAMBDA {
-                          if (b == 0) ask_some(at, asks_of_v, w, [&](int64_t i) MH_INLINE_LAMBDA { ask(w + i); });
-                        });
+      step_unit_of<D>::template values<weight_parts()>(
+          weights + b * of.size * w, weight_part(), pairs, c.v_dim, out + b * of.size * c.v_dim, add, of.size,
+          [&](int64_t at) MH_INLINE_LAMBDA {
+            if (b == 0) ask_some(at, asks_of_v, w, [&](int64_t i) MH_INLINE_LAMBDA { ask(w + i); });
+          });
     }
   }
 };

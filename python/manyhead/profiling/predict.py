@@ -364,9 +364,10 @@ def _unit_steps(planned: Planned, shape: Shape, peak: float) -> dict[str, float]
     k, v = (dim * shape.item / LINE for dim in (shape.d, shape.v))  # lines of a key
     blocks = _blocks(rows, 16)
     tasks = planned.plan["tasks"]
+    weights = 2 if planned.dtype == "f16" else 1  # parts, each multiplied with V: unmeasured
     return {
         "scores": keys * (STEP_KEY + STEP_LINE * (k + v) + STEP_BLOCK * k * (blocks - 1)),
-        "values": keys * (2 + STEP_RESULT * v * blocks),
+        "values": keys * (2 + STEP_RESULT * v * blocks * weights),
         "softmax": keys * (2 + STEP_WEIGHT * rows),
         "mask": _masks(planned, shape, keys * rows / shape.lanes, rows),
         "pack": tasks * rows * shape.d / shape.lanes * core.row,
