@@ -85,7 +85,7 @@ void find_levels(machine& m) {
 std::string find_name() {
   unsigned words[12] = {};
   for (unsigned i = 0; i < 3; ++i) {
-    unsigned* w = words + 4 * i;
+    unsigned* w = words + size_t{4} * i;
     if (!__get_cpuid(0x80000002u + i, w, w + 1, w + 2, w + 3)) return "x86-64";
   }
   char text[sizeof words + 1] = {};
@@ -235,7 +235,7 @@ void read_environment(machine& m) {
   if (const char* verbose = std::getenv("MH_VERBOSE")) {
     const std::string text = verbose;
     m.verbose = text == "1";
-    if (text != "" && text != "0" && text != "1")
+    if (!text.empty() && text != "0" && text != "1")
       m.verbose_error = "the environment variable MH_VERBOSE is \"" + text + "\", must be 0 or 1";
   }
   const char* threads = std::getenv("MH_THREADS");

@@ -284,7 +284,8 @@ double share_skipped(const problem& p, int64_t panel_rows, int64_t block_kv) {
     const int64_t last = (std::min(row + panel_rows, p.q_len * group) - 1) / group;
     const int64_t begin = key_range(p, first).first;
     const int64_t end = p.extra_keys > 0 ? p.kv_len : key_range(p, last).second;
-    if (begin < end) used += static_cast<double>(blocks(end, block_kv) - begin / block_kv);
+    const int64_t skipped = begin / block_kv;
+    if (begin < end) used += static_cast<double>(blocks(end, block_kv) - skipped);
   }
   return 1.0 - used / (static_cast<double>(tiles) * static_cast<double>(panels));
 }

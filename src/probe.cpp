@@ -79,6 +79,7 @@ double read_rate(const kernel_table& table, int64_t bytes, int32_t threads, doub
   // Small parts are read several times between two looks at the clock.
   const int64_t repeats = std::max<int64_t>(1, (int64_t{1} << 18) / part);
   std::vector<std::unique_ptr<void, void (*)(void*)>> parts;
+  parts.reserve(static_cast<size_t>(threads));
   for (int32_t thread = 0; thread < threads; ++thread) parts.emplace_back(allocate(static_cast<size_t>(part)), release);
   return total_rate(threads, static_cast<double>(part * repeats), seconds, [&](int32_t thread) {
     const void* memory = parts[static_cast<size_t>(thread)].get();

@@ -257,7 +257,7 @@ void check_pointers(const problem& p, const mh_tensors& t) {
 bool plainly_good(const problem& p, const mh_tensors& t) noexcept {
   uintptr_t address[operand_count];
   static_assert(sizeof t == sizeof t.struct_size + sizeof address);
-  std::memcpy(address, &t.q, sizeof address);
+  std::memcpy(address, static_cast<const void*>(&t.q), sizeof address);
   struct {
     uintptr_t begin, end;
   } range[operand_count];

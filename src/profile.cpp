@@ -166,7 +166,7 @@ struct profile_session {
         counters((o.flags & MH_PROFILE_COUNTERS) != 0),
         calls(o.calls > 0 ? o.calls : default_calls),
         problems(calls.size),
-        workers(std::clamp<int64_t>(4 * max_threads() * calls.size, 4096, most_worker_records)),
+        workers(std::clamp<int64_t>(int64_t{4} * max_threads() * calls.size, 4096, most_worker_records)),
         tasks(o.tasks > 0 ? o.tasks : default_tasks),
         phases(tasks.size / 4 + 1),
         why_not(counters ? why_no_counters() : ""),
