@@ -71,7 +71,9 @@ struct decode_task {
   step_operands<D> unit;
   bool on_unit;                      // products are the unit's
   bool is_usual[most_rows_at_once];  // of a head: its rows are for the unit
-  T* row_totals;                     // on the unit, as row_sums, before weights were rounded
+  // Of a head on the unit: a row without a weight is one that masks hid all keys from, and not one whose scores ran over.
+  bool is_hidden[most_rows_at_once];
+  T* row_totals;  // on the unit, as row_sums, before weights were rounded
 
   MH_INLINE void carve(carver& from, int64_t head_count, int64_t head_rows) {
     const int64_t row_count = head_count * head_rows;
@@ -788,6 +790,7 @@ struct decode_task {
   __attribute__((noinline)) void attend_on_unit() {
     const step_unit_of<D> told(unit.of.size);
     memset(row_totals, 0, static_cast<size_t>(heads * padded_rows * w) * sizeof(T));
+    for (int64_t h = 0; h < heads; ++h) is_hidden[h] = true;
     over_tiles([&](const key_tile& t, int64_t, int64_t, phase_clock* clock) MH_INLINE_LAMBDA {
       const int64_t keys = t.keys();
       for (int64_t h = 0; h < heads; ++h) {
@@ -804,6 +807,8 @@ struct decode_task {
           unit.pack_v(v.base, keys, ask_v);
           lap(clock, phase_scores);
           unit.put_scores(keys, scores, width);
+          const bool hides = see == visibility::some || c.bias != nullptr;
+          is_hidden[h] = is_hidden[h] && hides && scores_are_finite(round_up(keys, w));
           if (see == visibility::some || has_score_passes(c)) {
             change_scores(h, t, see, scores);
             lap(clock, phase_mask);
@@ -817,6 +822,14 @@ struct decode_task {
         started[h] = true;
       }
     });
+  }
+
+  MH_INLINE bool scores_are_finite(int64_t padded_keys) const {
+    finite_check<T> finite;
+    for (int64_t r = 0; r < padded_rows; ++r) {
+      for (int64_t k = 0; k < padded_keys; k += w) finite.see(vec<T>::load_aligned(scores + r * width + k));
+    }
+    return finite.passed();
   }
 
   // Scores of head h become weights of the unit, R rows at a time from r on: in parts, two neighbours a word. Exponentials, and
@@ -923,16 +936,17 @@ struct decode_task {
   // without a weight, may owe that to it.
   MH_INLINE bool suits_unit(int64_t h) const {
     if (!is_usual[h]) return false;
-    if (!started[h]) return true;
-    bool some = false;
-    for (int64_t r = h * padded_rows; r < h * padded_rows + rows; ++r) {
-      if (!(xsimd::reduce_add(load(row_totals + r * w)) > T(0)))
-        return false;  // or NaN, of which rounding may have made 0
+    bool some = !started[h], all_hidden = true;
+    for (int64_t r = h * padded_rows; r < h * padded_rows + rows && started[h]; ++r) {
+      const T total = xsimd::reduce_add(load(row_totals + r * w));
+      if (total == T(0) && is_hidden[h]) continue;
+      if (!(total > T(0))) return false;  // or NaN, of which rounding may have made 0
+      all_hidden = false;
       for (int64_t d = 0; d < v_dim && !some; d += w) {
         some = xsimd::any(xsimd::abs(load(out + r * v_dim + d)) > vec<T>(T(0x1p-100)));
       }
     }
-    return some;
+    return some || all_hidden;
   }
 
   void run() {
