@@ -71,9 +71,7 @@ struct decode_task {
   step_operands<D> unit;
   bool on_unit;                      // products are the unit's
   bool is_usual[most_rows_at_once];  // of a head: its rows are for the unit
-  // Of a head on the unit: a row without a weight is one that masks hid all keys from, and not one whose scores ran over.
-  bool is_hidden[most_rows_at_once];
-  T* row_totals;  // on the unit, as row_sums, before weights were rounded
+  T* row_totals;                     // on the unit, as row_sums, before weights were rounded
 
   MH_INLINE void carve(carver& from, int64_t head_count, int64_t head_rows) {
     const int64_t row_count = head_count * head_rows;
@@ -213,6 +211,11 @@ struct decode_task {
   // The key that a task begins with.
   MH_INLINE int64_t first_key(const positions& p, const kernel_task& of) const {
     return max_of(range_of(c, p, of.row_begin / c.group).begin, of.chunk * c.chunk_keys);
+  }
+  // And where its keys end.
+  MH_INLINE int64_t end_of_keys() const {
+    const int64_t end = c.extra_keys > 0 ? c.kv_len : range_of(c, at, (task.row_end - 1) / c.group).end;
+    return c.chunks > 1 ? min_of(end, (task.chunk + 1) * c.chunk_keys) : end;
   }
   MH_INLINE rows_at<plain<D>> copied_k(rows_at<D> from, int64_t keys) {
     for (int64_t k = 0; k < keys; ++k) arrange(from.from(k).base, c.k_strides[3], T(1), k_copy + k * k_dim);
@@ -790,7 +793,6 @@ struct decode_task {
   __attribute__((noinline)) void attend_on_unit() {
     const step_unit_of<D> told(unit.of.size);
     memset(row_totals, 0, static_cast<size_t>(heads * padded_rows * w) * sizeof(T));
-    for (int64_t h = 0; h < heads; ++h) is_hidden[h] = true;
     over_tiles([&](const key_tile& t, int64_t, int64_t, phase_clock* clock) MH_INLINE_LAMBDA {
       const int64_t keys = t.keys();
       for (int64_t h = 0; h < heads; ++h) {
@@ -807,8 +809,6 @@ struct decode_task {
           unit.pack_v(v.base, keys, ask_v);
           lap(clock, phase_scores);
           unit.put_scores(keys, scores, width);
-          const bool hides = see == visibility::some || c.bias != nullptr;
-          is_hidden[h] = is_hidden[h] && hides && scores_are_finite(round_up(keys, w));
           if (see == visibility::some || has_score_passes(c)) {
             change_scores(h, t, see, scores);
             lap(clock, phase_mask);
@@ -822,14 +822,6 @@ struct decode_task {
         started[h] = true;
       }
     });
-  }
-
-  MH_INLINE bool scores_are_finite(int64_t padded_keys) const {
-    finite_check<T> finite;
-    for (int64_t r = 0; r < padded_rows; ++r) {
-      for (int64_t k = 0; k < padded_keys; k += w) finite.see(vec<T>::load_aligned(scores + r * width + k));
-    }
-    return finite.passed();
   }
 
   // Scores of head h become weights of the unit, R rows at a time from r on: in parts, two neighbours a word. Exponentials, and
@@ -875,8 +867,7 @@ struct decode_task {
     const key_range of_first = range_of(c, at, task.row_begin / c.group);
     const key_range of_last = range_of(c, at, (task.row_end - 1) / c.group);
     const int64_t begin = first_key(at, task);
-    int64_t end = c.extra_keys > 0 ? c.kv_len : of_last.end;
-    if (c.chunks > 1) end = min_of(end, (task.chunk + 1) * c.chunk_keys);
+    const int64_t end = end_of_keys();
     int64_t tile = 0;
     for (int64_t b = begin / c.block_kv * c.block_kv; b < end; b += c.block_kv) {
       phase_clock* const clock = clock_of(tile++, (end - b + c.block_kv - 1) / c.block_kv);
@@ -933,20 +924,23 @@ struct decode_task {
   }
 
   // Whether the unit could do head h: as for a panel of the matrix route (matrix.hpp: run), results that are all tiny, and rows
-  // without a weight, may owe that to it.
+  // without a weight that see a key, may owe that to it.
   MH_INLINE bool suits_unit(int64_t h) const {
     if (!is_usual[h]) return false;
-    bool some = !started[h], all_hidden = true;
-    for (int64_t r = h * padded_rows; r < h * padded_rows + rows && started[h]; ++r) {
-      const T total = xsimd::reduce_add(load(row_totals + r * w));
-      if (total == T(0) && is_hidden[h]) continue;
-      if (!(total > T(0))) return false;  // or NaN, of which rounding may have made 0
-      all_hidden = false;
+    if (!started[h]) return true;
+    const auto total = [&](int64_t i)
+                           MH_INLINE_LAMBDA { return xsimd::reduce_add(load(row_totals + (h * padded_rows + i) * w)); };
+    bool some = false, empty = false;
+    for (int64_t i = 0; i < rows; ++i) {
+      empty = empty || total(i) == T(0);
+      if (!(total(i) >= T(0))) return false;  // NaN, of which rounding may have made 0
       for (int64_t d = 0; d < v_dim && !some; d += w) {
-        some = xsimd::any(xsimd::abs(load(out + r * v_dim + d)) > vec<T>(T(0x1p-100)));
+        some = xsimd::any(xsimd::abs(load(out + (h * padded_rows + i) * v_dim + d)) > vec<T>(T(0x1p-100)));
       }
     }
-    return some || all_hidden;
+    if (!some || !empty) return some;
+    const tile_at all{task.batch, kv_head + h, task.row_begin, rows, first_key(at, task), end_of_keys()};
+    return !any_sees<T>(c, at, all, [&](int64_t i) { return total(i) == T(0); });
   }
 
   void run() {

@@ -455,6 +455,23 @@ struct matrix_task {
     return !x.started;
   }
 
+  // Whether all rows have weights, but for those that see no key, as rows of padding do. Else it may owe that to the unit: scores
+  // that ran over, and NaN, of which rounding may have made 0.
+  bool rows_are_good(const panel<T>& x) const {
+    bool empty = false;
+    for (int64_t l = 0; l < x.count; ++l) {
+      if (!(x.row_total[l] >= 0)) return false;
+      empty = empty || x.row_total[l] == 0;
+    }
+    if (!empty) return true;
+    tile_at all{task.batch, operands.kv_head, x.row, x.count, x.clip().begin, x.clip().end};
+    if (c.chunks > 1) {
+      all.begin = max_of(all.begin, task.chunk * c.chunk_keys);
+      all.end = min_of(all.end, (task.chunk + 1) * c.chunk_keys);
+    }
+    return !any_sees<T>(c, at, all, [&](int64_t l) { return x.row_total[l] == 0; });
+  }
+
   void run() {
     {
       [[maybe_unused]] const flush_denormals as_the_unit_does;
@@ -463,7 +480,7 @@ struct matrix_task {
     uint32_t again = left;
     for (int64_t i = 0; i < panels; ++i) {
       bool good = finish_panel<D>(c, task, operands.kv_head, p[i], false) && is_normal(p[i]);
-      for (int64_t l = 0; l < p[i].count && p[i].started; ++l) good = good && p[i].row_total[l] > 0;
+      good = good && (!p[i].started || rows_are_good(p[i]));
       again |= static_cast<uint32_t>(!good) << i;
     }
     lap(task.clock, phase_store);

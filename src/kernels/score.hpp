@@ -20,6 +20,23 @@ struct tile_at {
   MH_INLINE int64_t head(const kernel_call& c, const row_of& r) const { return kv_head * c.group + r.member; }
 };
 
+// Whether some row i of t, of those with wanted(i), sees a key. For afterwards: masks are read once more.
+template <class T, class Wanted>
+__attribute__((noinline)) bool any_sees(const kernel_call& c, const positions& at, const tile_at& t, Wanted wanted) {
+  const int64_t width = round_up(t.count, lanes<T>);
+  bits<T> words[most_tile_keys / word_keys * most_lanes];
+  for (int64_t begin = t.begin; begin < t.end; begin += most_tile_keys) {
+    const int64_t keys = min_of(most_tile_keys, t.end - begin);
+    see_tile<T>(c, at, t.batch, t.kv_head, t.row, t.count, width, begin, begin + keys, words);
+    for (int64_t i = 0; i < t.count; ++i) {
+      for (int64_t word = 0; word * word_keys < keys && wanted(i); ++word) {
+        if (words[word * width + i] != 0) return true;
+      }
+    }
+  }
+  return false;
+}
+
 MH_INLINE bool has_score_passes(const kernel_call& c) {
   return c.softcap > 0 || c.alibi_slopes != nullptr || c.bias != nullptr;
 }
