@@ -84,11 +84,13 @@ bool goes_to_decode(const problem& p, int64_t lanes) {
   return second && static_cast<double>(rows) <= 1.55 * even;
 }
 
-// Products that only such a scale makes something of, and scores over such a cap, may be denormal numbers, which are 0 where the
-// unit multiplies.
+// The unit takes denormal numbers for 0, products too: with Q of up to 2^80 and K of which it is not known (matrix_operands.hpp:
+// is_usual) up to 2^-46 of a score is lost before it is scaled. Nor may a score run over that a tiny scale brings back, or be
+// denormal over the cap.
 bool unit_takes_scores(const problem& p) {
-  if (std::abs(p.scale) > 1e30) return false;
-  return !(p.softcap > 0 && (p.softcap > 1e30 || std::abs(p.scale) < p.softcap * 1e-36));
+  const double scale = std::abs(p.scale);
+  if (scale > 1e5 || (scale > 0 && scale < 1e-30)) return false;
+  return !(p.softcap > 0 && (p.softcap > 1e30 || scale < p.softcap * 1e-36));
 }
 
 // Whether the matrix route is the faster one (kernel_api.hpp: matrix_rows). Of f32 the unit does six products for one, so

@@ -146,7 +146,7 @@ row_bounds bounds_of(const test_case& c, const plan& plan, const attention_resul
   const double weight = fast ? 1.2e-4 : 0;
   row_bounds r;
   // What a unit loses of a weight (unit_number.hpp): of one part half a unit in the last place at most; of f16 in two of bf16
-  // 2^-16. On a unit of f16, whose steps too have two parts, less.
+  // 2^-16. On a unit of f16 less.
   const bool matrix = plan.kernel == route_matrix;
   const bool one_part =
       p.dtype == MH_DTYPE_BF16 ? matrix || plan.unit_steps : matrix && fast && p.dtype == MH_DTYPE_F16;
@@ -393,7 +393,7 @@ TEST_CASE("a few rows take the unit in the decode route where it has kernels for
       for (const char* line :
            {"b1 h8 q2 kv320 d64", "b1 h8 q25 kv320 d64", "b1 h8 q4 kv31 d64", "b1 h8 q4 kv320 d40",
             "b1 h8 q4 kv320 d64 v72", "b1 h8 q5 kv320 d256", "b1 h8 q17 kv320 d256", "b1 h8 q4 kv320 d64 weights",
-            "b1 h8 q4 kv320 d64 softcap=1e37", "b1 h8 q4 kv320 d64 scale=1e31"})
+            "b1 h8 q4 kv320 d64 softcap=1e37", "b1 h8 q4 kv320 d64 scale=2e5", "b1 h8 q4 kv320 d64 scale=-1e-31"})
         CHECK(!on_unit(dtype + line));
     }
   }
@@ -406,7 +406,8 @@ TEST_CASE("a row that sees no key changes no bit of those beside it on the unit"
     for (const char* line : {"bf16 b1 h3 q5 kv300 d64 mask lse", "bf16 b1 h2 q20 kv600 d32 mask keymask lse",
                              "f16 b1 h3 q5 kv300 d64 mask lse", "bf16 b1 h4/2 q40 kv70 d64 mask lse",
                              "f32 b1 h2 q192 kv256 d64 mask lse", "bf16 b1 h2 q60 kv700 d64 mask"}) {
-      INFO(line);
+      const std::string where = std::string(line) + " @" + table->isa;
+      INFO(where);
       test_case c(parse_problem(line));
       const plan plan = make_plan(c.p, *table, large_l2);
       if (!plan.unit_steps && plan.kernel != route_matrix) continue;
@@ -445,11 +446,14 @@ TEST_CASE("problems") {
 
 // --- properties ------------------------------------------------------------------------------------------------------
 
-// A result that is what two weights near a half differ by: of f16, weights rounded to it would show there.
-TEST_CASE("weights of f16 are exact to 16 bits and more, whatever multiplies them") {
+// Results that show what weights lose: the difference of two near a half, and the sum of many beside a large one whose value
+// is 0, as of a sink.
+TEST_CASE("weights of f16 are exact to 16 bits of themselves, whatever multiplies them") {
   for (const kernel_table* table : chosen.tables) {
-    for (const char* line : {"f16 b1 h1 q1 kv32 d32 scale=1", "f16 b1 h2 q5 kv40 d64 scale=1",
-                             "f16 b1 h1 q20 kv33 d32 scale=1", "f16 b1 h1 q64 kv80 d32 scale=1"}) {
+    for (const char* line : {"f16 b1 h1 q1 kv32 d32 scale=1", "f16 b1 h2 q5 kv512 d64 scale=1",
+                             "f16 b1 h1 q20 kv33 d32 scale=1", "f16 b1 h1 q64 kv512 d32 scale=1"}) {
+      const std::string where = std::string(line) + " @" + table->isa;
+      INFO(where);
       test_case c(parse_problem(line));
       c.q.each([&](const index4& i) {
         c.q.set(i, i[3] == 0 ? 1 : i[3] == 1 ? 0.0007 * static_cast<double>(i[2] + 1) : 0);
@@ -461,6 +465,12 @@ TEST_CASE("weights of f16 are exact to 16 bits and more, whatever multiplies the
         const double want = std::tanh(c.q.get({i[0], i[1], i[2], 1}) / 2);
         CHECK(std::fabs(c.out.get(i) - want) <= 0x1p-16 + 0x1p-10 * want);
       });
+      const double score = -13.4375, small = std::exp(score) * static_cast<double>(c.p.kv_len - 1);
+      c.k.each([&](const index4& i) { c.k.set(i, i[3] == 0 && i[2] > 0 ? score : 0); });
+      c.v.each([&](const index4& i) { c.v.set(i, i[2] == 0 ? 0 : 1000); });
+      run(c, *table);
+      const double want = 1000 * small / (1 + small);
+      c.out.each([&](const index4& i) { CHECK(std::fabs(c.out.get(i) - want) <= 0x1p-10 * want); });
     }
   }
 }

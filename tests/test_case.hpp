@@ -13,7 +13,8 @@
 //          maxval    v near the largest number
 //          denormal  v below the smallest normal number
 //          opposed   q tiny and k huge, so that scores are as usual (not f16)
-//          small     q and k around 2^-65, so that only a scale of 2^127 makes something of their products (not f16)
+//          small     k denormal, around 2^-127, and q around 2^55: a scale of 2^69 makes scores of them (not f16)
+//          large     scores of -2^128 and 0, which a scale of 2^-126 makes -4 and 0 (not f16)
 // strides= packed (q, k, v as slices of one row), transposed (last two dimensions), zero (one stride of q, k, v each
 //          is 0), negative (all but the last), reversed (the last), lastdim (the last is 3), qout (that of q and out
 //          alone), odd (padded and off by one element)
@@ -428,7 +429,8 @@ struct test_case {
         return some ? sign(i[3]) * (i[2] % 2 ? -1 : 1) * std::ldexp(1, !is_f16 && i[1] % 2 ? 80 : 10) : 0;
       }
       if (kind == "opposed") return std::ldexp(normal, -115);
-      if (kind == "small") return std::ldexp(normal, -65);
+      if (kind == "small") return std::ldexp(normal, 55);
+      if (kind == "large") return 1.0;
       if (kind == "tinyk") return std::ldexp(normal, is_f16 ? 13 : 125);
       if (kind == "tinyq") return std::ldexp(normal, is_f16 ? -15 : -127);
       return kind == "spread" ? 2 * normal : normal;
@@ -438,7 +440,8 @@ struct test_case {
       if (kind == "huge") return sign(i[3]) * static_cast<double>(i[2] * 37 % p.kv_len + 1) * 8;
       if (kind == "equal") return static_cast<double>(i[3] % 5 - 2) / 4;
       if (kind == "opposed") return std::ldexp(normal, 115);
-      if (kind == "small") return std::ldexp(normal, -65);
+      if (kind == "small") return std::ldexp(normal, -127);
+      if (kind == "large") return i[2] % 3 == 0 ? -std::ldexp(1, 128) / static_cast<double>(p.head_dim) : 0.0;
       if (kind == "tinyk") return std::ldexp(normal, is_f16 ? -15 : -127);  // denormal but in f64, beside a huge Q
       if (kind == "tinyq") return std::ldexp(normal, is_f16 ? 13 : 125);
       const double along = static_cast<double>(i[1] % 2 ? p.kv_len - 1 - i[2] : i[2]) / static_cast<double>(p.kv_len);

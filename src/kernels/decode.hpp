@@ -581,13 +581,16 @@ struct decode_task {
 #pragma GCC unroll 8
       for (int n = 0; n < R; ++n) tops[n] = larger<T>(tops[n], vec<T>::load_aligned(s + n * stride + k));
     }
-    const T reach = static_cast<T>(lazy_rescale / c.exp_scale);
+    T below = 0;
+    if constexpr (has_unit && unit_headroom<D>() > 0)
+      below = static_cast<T>(on_unit ? unit_headroom<D>() / c.exp_scale : 0);
+    const T reach = static_cast<T>(lazy_rescale / c.exp_scale) + below;
     const vec<T> scale(static_cast<T>(c.exp_scale));
 #pragma GCC unroll 8
     for (int n = 0; n < R; ++n) {
       const T before = row_max[r + n];
       if (!xsimd::any(tops[n] > vec<T>(before + reach))) continue;
-      const T top = largest_of<T>(tops[n]);
+      const T top = largest_of<T>(tops[n]) - below;
       if (before > lowest<T>) {  // else there is no sum and no value yet
         const vec<T> factor = exp2_of<T>((vec<T>(before) - vec<T>(top)) * scale);
         const auto lower = [factor](T* lanes_of_row) MH_INLINE_LAMBDA {

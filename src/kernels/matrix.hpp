@@ -8,9 +8,9 @@
 // that most of the panel is weighed in them, as what is left over finds the unit idle. With it go lines to be asked
 // for: of masks and biases, the next rows of Q, the next tile's K and V, and the results.
 //
-// What the unit cannot do is left to the tile route, panel by panel: whatever comes out not finite, rows without a weight,
-// whose scores may all have overflowed before they were scaled, panels of tiny results, and Q and K of huge numbers. So NaN in
-// K costs its panels twice the time, even where a bias closes those keys.
+// What the unit cannot do is left to the tile route, panel by panel: whatever comes out not finite, rows without a weight that
+// see a key, whose scores may all have overflowed before they were scaled (or a bias closes all keys), panels of tiny results,
+// and Q and K of huge numbers. So NaN in K costs its panels twice the time, even where a bias closes those keys.
 #pragma once
 
 #include "attention_tile.hpp"
@@ -332,7 +332,7 @@ struct matrix_task {
     change(j, j.keys - unit_rows);
     const softmax_rows<T, NV> of{j.x->row_max, j.x->row_sum, j.x->out, c.v_dim};
     T* const totals = j.x->row_total == j.x->row_sum ? nullptr : j.x->row_total;
-    of.raise(scratch.tile_max, static_cast<T>(c.exp_scale), j.x->started, totals);
+    of.raise(scratch.tile_max, static_cast<T>(c.exp_scale), j.x->started, totals, static_cast<T>(unit_headroom<D>()));
     vec<T>(T(0)).store_aligned(j.sum);
     vec<T>(T(0)).store_aligned(j.total);
     j.l = 0;

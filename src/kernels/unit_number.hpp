@@ -3,7 +3,7 @@
 //
 //              parts     products: of a score   of a value         lost
 //   bf16       1 bf16              1            1 (one of weight)  2^-8 of a weight, as much as results are rounded by
-//   f16        1 f16               1            2                  2^-22 of a weight; on units that have f16,
+//   f16        1 f16               1            2                  2^-22 of a weight, or 2^-32 of the largest; on units that have f16,
 //              2 bf16              2 + 2        2 + 1              2^-16 of a weight; else
 //   f32        3 bf16              3 + 2 + 1    3 + 2 + 1          2^-23 of a product at most, 2^-25 on average
 //
@@ -136,6 +136,16 @@ struct unit_number<f32> {
   static constexpr int short_turn = 2, short_turn_steps = 128;
   static constexpr unit_terms scores(bool) { return {3, {3, 2, 1}}; }
 };
+
+// By so much, in log2 units, a row's maximum is kept lower than it is. f16 has few bits below 2^-14: of weights up to 1, and 2^8
+// times that (lazy_rescale), one of 2^-20 would keep 5. So they begin at 2^7, and reach 2^15.
+template <class D>
+constexpr double unit_headroom() {
+  if constexpr (sizeof(typename D::real) == 4) {
+    if (std::is_same_v<typename unit_number<D>::values::format, in_f16>) return 7;
+  }
+  return 0;
+}
 
 // The largest magnitude of floats in each lane, as words of twice their bits: infinities and NaN come last.
 class magnitudes {
