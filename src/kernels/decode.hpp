@@ -935,8 +935,9 @@ struct decode_task {
                            MH_INLINE_LAMBDA { return xsimd::reduce_add(load(row_totals + (h * padded_rows + i) * w)); };
     bool some = false, empty = false;
     for (int64_t i = 0; i < rows; ++i) {
-      empty = empty || total(i) == T(0);
-      if (!(total(i) >= T(0))) return false;  // NaN, of which rounding may have made 0
+      const T sum = total(i);
+      empty = empty || sum == T(0);
+      if (!(sum >= T(0))) return false;  // NaN, of which rounding may have made 0
       for (int64_t d = 0; d < v_dim && !some; d += w) {
         some = xsimd::any(xsimd::abs(load(out + (h * padded_rows + i) * v_dim + d)) > vec<T>(T(0x1p-100)));
       }

@@ -332,7 +332,8 @@ struct matrix_task {
     change(j, j.keys - unit_rows);
     const softmax_rows<T, NV> of{j.x->row_max, j.x->row_sum, j.x->out, c.v_dim};
     T* const totals = j.x->row_total == j.x->row_sum ? nullptr : j.x->row_total;
-    of.raise(scratch.tile_max, static_cast<T>(c.exp_scale), j.x->started, totals, static_cast<T>(unit_headroom<D>()));
+    of.raise(scratch.tile_max, static_cast<T>(c.exp_scale), j.x->started, totals,
+             static_cast<T>(unit_headroom<D>() / c.exp_scale));
     vec<T>(T(0)).store_aligned(j.sum);
     vec<T>(T(0)).store_aligned(j.total);
     j.l = 0;
@@ -479,8 +480,8 @@ struct matrix_task {
     }
     uint32_t again = left;
     for (int64_t i = 0; i < panels; ++i) {
-      bool good = finish_panel<D>(c, task, operands.kv_head, p[i], false) && is_normal(p[i]);
-      good = good && (!p[i].started || rows_are_good(p[i]));
+      const bool good = finish_panel<D>(c, task, operands.kv_head, p[i], false) && is_normal(p[i]) &&
+                        (!p[i].started || rows_are_good(p[i]));
       again |= static_cast<uint32_t>(!good) << i;
     }
     lap(task.clock, phase_store);

@@ -22,16 +22,16 @@ struct softmax_rows {
   T* out;      // [v_dim][width]
   int64_t v_dim;
 
-  // Takes in a tile's maxima, kept lower by `headroom` log2 units; sums and values so far are scaled to the new ones, other sums
+  // Takes in a tile's maxima, kept lower by `below`; sums and values so far are scaled to the new ones, other sums
   // too. `started`: out holds something.
-  MH_INLINE void raise(const T* tile_max, T exp_scale, bool started, T* others = nullptr, T headroom = 0) const {
-    const vec<T> below(headroom / exp_scale);
+  MH_INLINE void raise(const T* tile_max, T exp_scale, bool started, T* others = nullptr, T below = 0) const {
+    const vec<T> lower(below);
     for (int v = 0; v < NV; ++v) {
       const vec<T> old = vec<T>::load_aligned(row_max + v * w);
       const vec<T> top = vec<T>::load_aligned(tile_max + v * w);
-      const auto higher = top > old + (vec<T>(static_cast<T>(lazy_rescale) / exp_scale) + below);
+      const auto higher = top > old + vec<T>(static_cast<T>(lazy_rescale) / exp_scale + below);
       if (!xsimd::any(higher)) continue;
-      const vec<T> now = xsimd::select(higher, top - below, old);
+      const vec<T> now = xsimd::select(higher, top - lower, old);
       const vec<T> factor = exp2_of<T>((old - now) * vec<T>(exp_scale));
       now.store_aligned(row_max + v * w);
       (vec<T>::load_aligned(row_sum + v * w) * factor).store_aligned(row_sum + v * w);
