@@ -37,9 +37,10 @@ struct plan {
   int64_t tasks;  // of the first pass, of a row block, kv head and chunk each (schedule.hpp)
   double flops;   // of the attended pairs, 2 (head_dim + v_dim) each; lengths in memory are not known yet: as if full
   double bytes;   // of q, k, v, out, each read or written once
-  double tiles_skipped;                            // share of (panel of rows, key tile) pairs that positions rule out
-  int64_t scratch_bytes;                           // of one thread
-  int64_t shared_bytes;                            // of all threads together, the sum of:
+  int64_t share_threads;  // with so many threads and more, each has a share of the tasks of its own (deal.hpp)
+  double tiles_skipped;   // share of (panel of rows, key tile) pairs that positions rule out
+  int64_t scratch_bytes;  // of one thread
+  int64_t shared_bytes;   // of all threads together, the sum of:
   int64_t partial_out_bytes, partial_state_bytes;  // split-KV
   int64_t row_state_bytes;                         // what the second pass needs of the first
   int64_t column_bytes;                            // column sums of each row block
@@ -54,6 +55,7 @@ struct plan {
 
 // How long one thread takes, at rates that any core of the last ten years reaches: 40 GFLOP/s, 10 GB/s.
 double expected_us(double flops, double bytes);
+bool has_even_rows(const problem& p);  // all attend as many keys, lengths in memory apart
 
 extern const char* const route_names[route_count];
 

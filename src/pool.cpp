@@ -30,13 +30,38 @@ void spread(int64_t n, const mh_exec& exec, mh_task_fn fn, void* arg) {
   if (n == 1) return fn(arg, 0);
   if (exec.parallel_for != nullptr) return exec.parallel_for(exec.parallel_ctx, n, fn, arg);
 #if MH_WITH_TBB
+  const auto call = [=](int64_t i) { fn(arg, i); };
   // Isolated: while this thread waits it must not pick up some other task of the host, which may hold or want its
   // locks.
-  tbb::this_task_arena::isolate(
-      [&] { tbb::parallel_for(int64_t{0}, n, [=](int64_t i) { fn(arg, i); }, tbb::simple_partitioner()); });
+  tbb::this_task_arena::isolate([&] {
+    // One for each of oneTBB's threads is laid before that thread, fewer are for whoever comes first. On 16 threads 12 heads of
+    // one row and 1024 keys took 15 to 16 us so and 20 to 21 the other way, where 12 of 1/16 take 13; on 8, 18 and 20;
+    // on two 0.3 us more. For 4 of 16 threads it was 0.72 to 1.1 times as fast.
+    if (n > 2 && are_numbered(n, exec)) {
+      tbb::parallel_for(int64_t{0}, n, call, tbb::static_partitioner());
+    } else {
+      tbb::parallel_for(int64_t{0}, n, call, tbb::simple_partitioner());
+    }
+  });
 #else
   for (int64_t i = 0; i < n; ++i) fn(arg, i);
 #endif
+}
+
+bool are_numbered([[maybe_unused]] int64_t n, const mh_exec& exec) {
+  if (exec.parallel_for != nullptr) return true;
+#if MH_WITH_TBB
+  return n == tbb::this_task_arena::max_concurrency();
+#else
+  return false;
+#endif
+}
+
+int64_t thread_number(int64_t i, [[maybe_unused]] const mh_exec& exec) {
+#if MH_WITH_TBB
+  if (exec.parallel_for == nullptr) return std::max(tbb::this_task_arena::current_thread_index(), 0);
+#endif
+  return i;
 }
 
 }  // namespace manyhead

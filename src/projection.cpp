@@ -5,6 +5,7 @@
 #include <numeric>
 #include <utility>
 
+#include "machine.hpp"
 #include "plan.hpp"
 #include "pool.hpp"
 #include "scheduler.hpp"
@@ -53,7 +54,7 @@ struct cut {
   double us = 0;                   // of it all
 
   template <class Real>
-  cut(const flat<Real>& p, int64_t threads) {
+  cut(const flat<Real>& p, int64_t threads, bool for_all = false) {  // for_all: some for each thread
     const int64_t rows = p.batch * p.rows, panels = p.w->panels();
     if (rows == 0) return;
     const auto cut_rows = [&](int64_t most, int64_t step) {
@@ -78,6 +79,7 @@ struct cut {
       cut_rows(most_rows, row_step);
       of_panel = expected_us(flops * static_cast<double>(block), bytes);
       group = std::min(static_cast<int64_t>(us_of_task / of_panel) + 1, panels);
+      if (for_all) group = std::min(group, std::max<int64_t>(panels / threads, 1));
     }
     groups = blocks(panels, group);
     us = of_panel * static_cast<double>(panels * blocks_);
@@ -95,9 +97,9 @@ int64_t spread_out(int64_t i, int64_t n, int64_t threads) {
 
 // `scratch` is for the matrix unit.
 template <class Real>
-void run_task(const flat<Real>& p, const cut& c, int64_t task, int64_t threads, char* scratch) {
+void run_task(const flat<Real>& p, const cut& c, int64_t task, int64_t turns, char* scratch) {
   const int64_t begin = task / c.groups * c.block, end = std::min(begin + c.block, p.batch * p.rows);
-  const int64_t first = spread_out(task % c.groups, c.groups, threads) * c.group,
+  const int64_t first = spread_out(task % c.groups, c.groups, turns) * c.group,
                 last = std::min(first + c.group, p.w->panels());
   const auto for_entries = [&](const auto& run) {
     int64_t rows;
@@ -123,6 +125,7 @@ template <class Real>
 struct work {
   const product<Real>* products;
   int64_t threads;
+  bool shares;
   char* scratch;  // of each worker
   int64_t scratch_bytes;
 
@@ -130,8 +133,8 @@ struct work {
     const work& w = *static_cast<const work*>(self);
     for (const product<Real>* user = w.products;; ++user) {
       const flat<Real> p(*user);
-      const cut c(p, w.threads);
-      if (task < c.tasks()) return run_task(p, c, task, w.threads, w.scratch + worker * w.scratch_bytes);
+      const cut c(p, w.threads, w.shares);
+      if (task < c.tasks()) return run_task(p, c, task, w.shares ? 1 : w.threads, w.scratch + worker * w.scratch_bytes);
       task -= c.tasks();
     }
   }
@@ -248,16 +251,27 @@ template <class Real>
 void multiply(const product<Real>* products, int64_t count, const mh_exec& exec, const watched_call& watched) {
   mh_exec limited = exec;
   limited.threads = wanted_threads(exec.threads);
-  double us = 0;
-  for (int64_t i = 0; i < count; ++i) us += cut(flat<Real>(products[i]), limited.threads).us;
-  const double worth = std::max(1.0, us / us_of_thread);
-  if (worth < limited.threads) limited.threads = static_cast<int32_t>(worth);
-
-  work<Real> all{products, limited.threads, nullptr, 0};
-  int64_t tasks = 0;
+  double us = 0, bytes = 0;
+  bool few_rows = true;
   for (int64_t i = 0; i < count; ++i) {
     const flat<Real> p(products[i]);
     const cut c(p, limited.threads);
+    us += c.us;
+    bytes += static_cast<double>(p.w->panels() * p.w->panel_bytes());
+    few_rows = few_rows && c.blocks_ <= 1 && !p.on_unit;
+  }
+  const double worth = std::max(1.0, us / us_of_thread);
+  // Weights that stay in L2, with room for those of the product that follows, are each read by the same core every time. On
+  // 16 cores with 2 MB each 1.2 to 1.5 times as fast, on 8 1.2 to 1.7; on 4, where they do not stay, 0.95 to 1.02.
+  const bool shares = few_rows && worth >= 2 && are_numbered(limited.threads, exec) &&
+                      bytes <= 0.75 * static_cast<double>(limited.threads * this_machine().l2_bytes);
+  if (worth < limited.threads && !shares) limited.threads = static_cast<int32_t>(worth);
+
+  work<Real> all{products, limited.threads, shares, nullptr, 0};
+  int64_t tasks = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const flat<Real> p(products[i]);
+    const cut c(p, limited.threads, shares);
     tasks += c.tasks();
     if (p.on_unit) all.scratch_bytes = std::max(all.scratch_bytes, p.w->unit_scratch_bytes(c.block));
   }
@@ -265,7 +279,7 @@ void multiply(const product<Real>* products, int64_t count, const mh_exec& exec,
   limited.threads = static_cast<int32_t>(std::max<int64_t>(1, std::min(tasks, usable_threads(limited))));
   const borrowed_memory scratch(kept_memory(), all.scratch_bytes * limited.threads);
   all.scratch = scratch.get();
-  parallel_for(tasks, limited, watched, phase_project, work<Real>::run, &all);
+  parallel_for(tasks, limited, watched, phase_project, work<Real>::run, &all, shares);
 }
 
 template class linear<float>;

@@ -1,13 +1,13 @@
 // See scheduler.hpp. A phase (first pass, merge, second pass, column sums) is a list of items that write disjoint
-// memory. It is given to `threads` workers, each with a scratch slot of its own, which take the next item from a
-// counter until none is left: whoever is late finds the work done. What an item computes does not depend on who runs
-// it, so neither do the bits.
+// memory. It is given to `threads` workers, each with a scratch slot of its own, which take items (deal.hpp) until none
+// is left. What an item computes does not depend on who runs it, so neither do the bits.
 #include "scheduler.hpp"
 
 #include <algorithm>
 #include <atomic>
 #include <optional>
 
+#include "deal.hpp"
 #include "error.hpp"
 #include "pool.hpp"
 #include "profile.hpp"
@@ -90,9 +90,11 @@ struct turn {
 template <class Item>
 struct shared_items {
   const Item* item;
-  int64_t items, step, divisor;
   const watched_stage& watched;
-  std::atomic<int64_t> next;
+  const mh_exec& exec;
+  bool numbered;
+  std::atomic<int64_t> gate;
+  deal items;  // lines of its own
 };
 
 template <class Item>
@@ -107,21 +109,14 @@ void do_range(const Item& item, int64_t begin, int64_t end, int64_t worker, watc
 template <class Item>
 void do_items(shared_items<Item>& s, int64_t worker) {
   watched_worker watched(s.watched, worker);
-  for (;;) {
-    int64_t begin = s.next.load(), end;
-    do {
-      end = begin + std::max<int64_t>(s.step, (s.items - begin) / s.divisor);
-    } while (begin < s.items && !s.next.compare_exchange_weak(begin, end));
-    if (begin >= s.items) return;
-    do_range(*s.item, begin, std::min(end, s.items), worker, watched);
-  }
+  const int64_t own = s.numbered ? thread_number(worker, s.exec) : worker;
+  for (deal::run now{}; s.items.take(own, now);) do_range(*s.item, now.begin, now.end, worker, watched);
 }
 
-// item(turn) for each index of 0..items-1 on at most `threads` workers, all of them `what` to a profile. A worker takes
-// `step` neighbours at a time, or with in_runs more, fewer towards the end (half of an equal share of what is left).
+// item(turn) for each index of 0..items-1 on at most `threads` workers, all of them `what` to a profile.
 template <class Item>
 void for_each(int64_t items, int64_t threads, const mh_exec& exec, const watched_call& watched, phase what,
-              const Item& item, int64_t step = 1, bool in_runs = false) {
+              const Item& item, dealing how = {}) {
   if (items <= 0) return;
   using shared = shared_items<Item>;
   const int64_t workers = std::min(items, threads);
@@ -131,21 +126,23 @@ void for_each(int64_t items, int64_t threads, const mh_exec& exec, const watched
     watched_worker alone(stage, 0);
     return do_range(item, 0, items, 0, alone);
   }
-  shared state{&item, items, step, in_runs ? 2 * threads : items, stage, {}};
-  // What `next` orders: everything before this store happens before every item, every item before the load at the end.
-  // The pool orders both as well, but neither every host's nor, to ThreadSanitizer, oneTBB's can be seen to.
-  state.next.store(0, std::memory_order_release);
+  const bool numbered = are_numbered(workers, exec);
+  how.shares = how.shares && numbered;
+  shared state{&item, stage, exec, numbered, {}, deal(items, workers, how)};
+  // What the gate orders: everything before this store happens before every item, every item before the load at the
+  // end. The pool orders both as well, but neither every host's nor, to ThreadSanitizer, oneTBB's can be seen to.
+  state.gate.store(0, std::memory_order_release);
   spread(
       workers, exec,
       [](void* arg, int64_t worker) {
         const default_fp_state fp;
         auto* s = static_cast<shared*>(arg);
-        (void)s->next.load(std::memory_order_acquire);  // before anything else of the state is looked at
+        (void)s->gate.load(std::memory_order_acquire);  // before anything else of the state is looked at
         do_items(*s, worker);
-        s->next.fetch_add(0);  // a write, which the load at the end sees: finding nothing left was only a read
+        s->gate.fetch_add(0);  // a write, which the load at the end sees: finding nothing left was only a read
       },
       &state);
-  (void)state.next.load(std::memory_order_acquire);
+  (void)state.gate.load(std::memory_order_acquire);
 }
 
 // How many tasks a worker takes at a time: about so many microseconds of work, and at most a sixteenth of its share. One by
@@ -262,24 +259,23 @@ void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec, const
   const schedule order(plan, threads);
   std::optional<kernel_call> last;  // of a task's rows, those that take the decode route
   if (plan.last_rows > 0) last = last_call(plan, c);
-  for_each(
-      order.tasks(), threads, exec, watched, phase_count,
-      [&](const turn& now) {
-        kernel_task t = order.at(now.index);
-        t.scratch = slots + now.worker * slot_bytes;
-        const kernel_task following = now.next >= 0 ? order.at(now.next) : kernel_task{};
-        t.next = now.next >= 0 ? &following : nullptr;
-        t.clock = now.watched->clock_of(t);
-        const bool has_last = last && t.row_end == c.rows;
-        if (has_last) t.row_end -= plan.last_rows;
-        kernels.attention[plan.kernel](&c, &t);
-        if (!has_last) return;
-        t.row_begin = t.row_end;
-        t.row_end = c.rows;
-        t.next = nullptr;
-        kernels.attention[route_decode](&*last, &t);
-      },
-      step_of(plan, order.tasks(), threads), plan.kernel == route_decode);
+  for_each(order.tasks(), threads, exec, watched, phase_count,
+           [&](const turn& now) {
+             kernel_task t = order.at(now.index);
+             t.scratch = slots + now.worker * slot_bytes;
+             const kernel_task following = now.next >= 0 ? order.at(now.next) : kernel_task{};
+             t.next = now.next >= 0 ? &following : nullptr;
+             t.clock = now.watched->clock_of(t);
+             const bool has_last = last && t.row_end == c.rows;
+             if (has_last) t.row_end -= plan.last_rows;
+             kernels.attention[plan.kernel](&c, &t);
+             if (!has_last) return;
+             t.row_begin = t.row_end;
+             t.row_end = c.rows;
+             t.next = nullptr;
+             kernels.attention[route_decode](&*last, &t);
+           },
+           {step_of(plan, order.tasks(), threads), threads >= plan.share_threads, plan.kernel == route_decode});
   if (plan.chunks > 1) merge_chunks(plan, c, threads, exec, watched);
 
   const bool all_heads = p.has_output(MH_OUTPUT_MEAN_WEIGHTS);
@@ -306,8 +302,11 @@ void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec, const
   }
 }
 
-void parallel_for(int64_t n, const mh_exec& exec, const watched_call& watched, phase what, item_fn fn, void* arg) {
-  for_each(n, usable_threads(exec), exec, watched, what, [=](const turn& now) { fn(arg, now.index, now.worker); });
+void parallel_for(int64_t n, const mh_exec& exec, const watched_call& watched, phase what, item_fn fn, void* arg,
+                  bool shares) {
+  for_each(
+      n, usable_threads(exec), exec, watched, what, [=](const turn& now) { fn(arg, now.index, now.worker); },
+      dealing{1, shares, false});
 }
 
 }  // namespace manyhead

@@ -20,6 +20,7 @@
 #include <tuple>
 #include <vector>
 
+#include "deal.hpp"
 #include "error.hpp"
 #include "json.hpp"
 #include "machine.hpp"
@@ -608,6 +609,137 @@ TEST_CASE("the balance of more tasks than are played through is bounded") {
   CHECK(schedule(small, 16).balance() < 1.05);
   CHECK((schedule(large, 256).balance() >= 1 && schedule(large, 256).balance() < 1.01));
   CHECK(schedule(plan_of("f32 b1 h8 q0 kv10 d64"), 4).balance() == 1);
+}
+
+TEST_CASE("threads have shares where cores keep their own in cache, and all tasks cost the same") {
+  const auto threads = [](const char* line) { return plan_of(line).share_threads; };
+  // 2 x 12 x 1024 x 64 x 4 bytes and a little, in twice the L2 of so many cores.
+  const auto least = static_cast<int64_t>(6.3e6 / (2 * static_cast<double>(l2))) + 1;
+  CHECK(threads("f32 b1 h12 q1 kv1024 d64") == least);
+  CHECK(threads("bf16 b1 h12 q1 kv1024 d64") == least / 2);
+  CHECK(threads("f32 b1 h1 q1 kv16 d64") == 1);
+  CHECK(threads("f32 b1 h16 q384 kv384 d64") < 1000);
+  CHECK(threads("f32 b1 h12 q64 kv1024 d64 bias") > threads("f32 b1 h12 q64 kv1024 d64"));
+  for (const char* more : {" causal", " window=10,0", " window=-1,10"})
+    CHECK(threads((std::string("f32 b1 h12 q8 kv1024 d64 align=br") + more).c_str()) == INT64_MAX);
+  CHECK(threads("f32 b1 h20 q448 kv1500 d64") == INT64_MAX);  // arithmetic
+}
+
+TEST_CASE("tasks that cost the same come head by head, others the longest of all heads first at the end") {
+  for (const kernel_table* table : tables()) {
+    CAPTURE(table->isa);
+    const auto plan_for = [&](int64_t rows, const char* more) {
+      const std::string q = std::to_string(rows);
+      return make_plan(problem_of("f64 b1 h4 q" + q + " kv" + q + " d64" + more), *table, l2);  // one route for all
+    };
+    const auto by_heads = [](const plan& plan) {
+      const schedule order(plan, 8);
+      std::vector<int64_t> heads;
+      for (int64_t i = 0; i < order.tasks(); ++i) heads.push_back(order.at(i).kv_head_begin);
+      return std::ranges::is_sorted(heads) && heads.back() == 3;
+    };
+    const int64_t panel = plan_for(600, "").panel_rows;
+    CHECK(by_heads(plan_for(16 * panel, "")));
+    CHECK(!by_heads(plan_for(16 * panel, " causal")));
+    for (const int64_t panels : {4, 16, 17, 20, 50})  // the last task of each head is short
+      CHECK(!by_heads(plan_for(panels * panel + panel / 2, "")));
+  }
+}
+
+// How often each item is taken when `workers` take in turn until nothing is left.
+std::vector<int> taken_in_turn(int64_t items, int64_t workers, const dealing& how) {
+  deal all(items, workers, how);
+  std::vector<int> taken(static_cast<size_t>(items), 0);
+  std::vector<bool> done(static_cast<size_t>(workers), false);
+  for (int64_t left = workers; left > 0;) {
+    for (int64_t w = 0; w < workers; ++w) {
+      if (done[static_cast<size_t>(w)]) continue;
+      deal::run run{};
+      if (!all.take(w, run)) {
+        done[static_cast<size_t>(w)] = true;
+        --left;
+        continue;
+      }
+      REQUIRE((run.begin < run.end && run.end <= items));
+      for (int64_t i = run.begin; i < run.end; ++i) ++taken[static_cast<size_t>(i)];
+    }
+  }
+  return taken;
+}
+
+TEST_CASE("each item is dealt once") {
+  for (const int64_t items : {1, 2, 3, 7, 16, 63, 64, 65, 100, 1000}) {
+    for (const int64_t workers : {2, 3, 16, 64, 65, 200}) {
+      for (const int64_t step : {1, 3}) {
+        for (const bool shares : {false, true}) {
+          for (const bool in_halves : {false, true}) {
+            INFO(items, " items, ", workers, " workers, step ", step, shares ? ", shares" : "",
+                 in_halves ? ", halves" : "");
+            const std::vector<int> taken = taken_in_turn(items, workers, {step, shares, in_halves});
+            CHECK(std::ranges::all_of(taken, [](int times) { return times == 1; }));
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("items dealt in order are taken in order, in halves fewer and fewer") {
+  const auto runs = [](int64_t items, int64_t workers, const dealing& how, int64_t seat) {
+    deal all(items, workers, how);
+    std::vector<int64_t> ends;
+    for (deal::run run{}; all.take(seat, run);) {
+      CHECK(run.begin == (ends.empty() ? 0 : ends.back()));
+      ends.push_back(run.end);
+    }
+    return ends;
+  };
+  CHECK(runs(5, 2, {2, false, false}, 1) == std::vector<int64_t>{2, 4, 5});
+  CHECK(runs(16, 2, {1, false, true}, 0) == std::vector<int64_t>{4, 7, 9, 10, 11, 12, 13, 14, 15, 16});
+  CHECK(runs(16, 1, {1, true, true}, 0) == std::vector<int64_t>{8, 12, 14, 15, 16});
+}
+
+TEST_CASE("a thread has the same share in every call, and then what is left of others'") {
+  for (const int64_t items : {16, 17, 35, 1000}) {
+    for (const int64_t seat : {0, 1, 3}) {
+      deal all(items, 4, {1, true, false});
+      std::vector<int64_t> order;
+      for (deal::run run{}; all.take(seat, run);) order.push_back(run.begin);
+      REQUIRE(static_cast<int64_t>(order.size()) == items);
+      // Neighbours, from its quarter on, around.
+      CHECK(order[0] == items / 4 * seat + items % 4 * seat / 4);
+      for (size_t i = 1; i < order.size(); ++i) CHECK(order[i] == (order[i - 1] + 1) % items);
+    }
+  }
+  // What is left of a share that another has begun; one that nobody comes for is done by who is left.
+  deal all(8, 4, {1, true, false});
+  deal::run run{};
+  CHECK((all.take(2, run) && run.begin == 4));
+  CHECK((all.take(1, run) && run.begin == 2));
+  CHECK((all.take(1, run) && run.begin == 3));
+  CHECK((all.take(1, run) && run.begin == 5));
+  CHECK((all.take(1, run) && run.begin == 6));
+  CHECK((all.take(6, run) && run.begin == 7));  // threads beyond the shares have one as well
+  CHECK((all.take(0, run) && run.begin == 0));
+  CHECK((all.take(3, run) && run.begin == 1));
+  CHECK(!all.take(0, run));
+}
+
+TEST_CASE("threads that take at once take each item once") {
+  constexpr int64_t items = 20000, workers = 6;
+  for (const bool shares : {false, true}) {
+    deal all(items, workers, {1, shares, false});
+    std::vector<std::atomic<int>> taken(items);
+    std::vector<std::thread> pool;
+    for (int64_t w = 0; w < workers; ++w) {
+      pool.emplace_back([&, w] {
+        for (deal::run run{}; all.take(w, run);)
+          for (int64_t i = run.begin; i < run.end; ++i) ++taken[static_cast<size_t>(i)];
+      });
+    }
+    for (std::thread& thread : pool) thread.join();
+    CHECK(std::ranges::all_of(taken, [](const std::atomic<int>& times) { return times == 1; }));
+  }
 }
 
 // --- instruction sets ------------------------------------------------------------------------------------------------
