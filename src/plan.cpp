@@ -142,7 +142,7 @@ int64_t decode_keys(const problem& p, int64_t rows) {
 }
 
 // Shares pay where cores find their own in L2 in the next call, if but half of it, where reading takes time beside the
-// arithmetic, and where tasks cost the same, as what is left of a share comes no longer longest first. On 16 cores with 2 MB
+// arithmetic, and where tasks cost about the same, as what is left of a share comes no longer longest first. On 16 cores with 2 MB
 // of L2 each, against all tasks in order: one row and 1024 keys 1.25 to 1.5 times as fast, 16 x 16 1.3 to 1.5, sentences of
 // 32 tokens 1.1 to 1.5, of 128 1.03 to 1.2, 384 tokens 1.0 to 1.4. Not so: of four times what the caches hold 0.86 to 0.91,
 // 448 x 1500 0.88 to 1.0, causal prompts 0.81 to 1.0. On two cores 0.97 to 1.04.
@@ -269,12 +269,13 @@ std::pair<int64_t, int64_t> key_range(const problem& p, int64_t i) {
   return {begin, std::max(begin, end)};
 }
 
+bool has_even_rows(const problem& p) { return !p.causal && p.window_left < 0 && p.window_right < 0; }
+
 namespace {
 
 // Pairs that are attended, of one batch entry and head.
 double attended_pairs(const problem& p) {
-  const bool positional = p.causal || p.window_left >= 0 || p.window_right >= 0;
-  if (!positional) return static_cast<double>(p.q_len) * static_cast<double>(p.kv_len);
+  if (has_even_rows(p)) return static_cast<double>(p.q_len) * static_cast<double>(p.kv_len);
   double pairs = 0;
   // Ranges change linearly between few corners; long queries are sampled evenly.
   const int64_t step = std::max<int64_t>(1, p.q_len / 65536);
@@ -377,8 +378,6 @@ kernel_call last_call(const plan& plan, const kernel_call& of_panels) {
   c.copy_kv = needs_copy(plan.p, route_decode, plan.lanes());
   return c;
 }
-
-bool has_even_rows(const problem& p) { return !p.causal && p.window_left < 0 && p.window_right < 0; }
 
 plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cpu_core core, int64_t l3_bytes) {
   plan plan{};

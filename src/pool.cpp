@@ -3,6 +3,8 @@
 #include "pool.hpp"
 
 #include <algorithm>
+#include <atomic>
+#include <bit>
 
 #include "machine.hpp"
 
@@ -26,22 +28,40 @@ int64_t usable_threads(const mh_exec& exec) {
 #endif
 }
 
+#if MH_WITH_TBB
+namespace {
+
+// A call for each of oneTBB's threads. Laid before its thread by static_partitioner, it needs not be looked for: on 16
+// threads 12 heads of one row and 1024 keys took 15 to 16 us so and 20 to 21 with simple_partitioner, where 12 of 1/16
+// take 13; on 8 18 and 20, on 4 32 and 33, on two 0.3 us more. But calls wait for threads that do not come, busy with other
+// work or asleep, and those that are to be split off them as well. So only if last time most came.
+void spread_over_all(int64_t n, mh_task_fn fn, void* arg) {
+  thread_local bool most_come = false;
+  std::atomic<uint64_t> came{0};  // a bit for each of the first 64
+  const auto call = [&came, fn, arg](int64_t i) {
+    came.fetch_or(uint64_t{1} << tbb::this_task_arena::current_thread_index() % 64, std::memory_order_relaxed);
+    fn(arg, i);
+  };
+  if (most_come) {
+    tbb::parallel_for(int64_t{0}, n, call, tbb::static_partitioner());
+  } else {
+    tbb::parallel_for(int64_t{0}, n, call, tbb::simple_partitioner());
+  }
+  most_come = 4 * std::popcount(came.load(std::memory_order_relaxed)) >= 3 * std::min<int64_t>(n, 64);
+}
+
+}  // namespace
+#endif
+
 void spread(int64_t n, const mh_exec& exec, mh_task_fn fn, void* arg) {
   if (n == 1) return fn(arg, 0);
   if (exec.parallel_for != nullptr) return exec.parallel_for(exec.parallel_ctx, n, fn, arg);
 #if MH_WITH_TBB
-  const auto call = [=](int64_t i) { fn(arg, i); };
   // Isolated: while this thread waits it must not pick up some other task of the host, which may hold or want its
   // locks.
   tbb::this_task_arena::isolate([&] {
-    // One for each of oneTBB's threads is laid before that thread, fewer are for whoever comes first. On 16 threads 12 heads of
-    // one row and 1024 keys took 15 to 16 us so and 20 to 21 the other way, where 12 of 1/16 take 13; on 8, 18 and 20;
-    // on two 0.3 us more. For 4 of 16 threads it was 0.72 to 1.1 times as fast.
-    if (n > 2 && are_numbered(n, exec)) {
-      tbb::parallel_for(int64_t{0}, n, call, tbb::static_partitioner());
-    } else {
-      tbb::parallel_for(int64_t{0}, n, call, tbb::simple_partitioner());
-    }
+    if (n > 2 && are_numbered(n, exec)) return spread_over_all(n, fn, arg);
+    tbb::parallel_for(int64_t{0}, n, [=](int64_t i) { fn(arg, i); }, tbb::simple_partitioner());
   });
 #else
   for (int64_t i = 0; i < n; ++i) fn(arg, i);
@@ -59,7 +79,7 @@ bool are_numbered([[maybe_unused]] int64_t n, const mh_exec& exec) {
 
 int64_t thread_number(int64_t i, [[maybe_unused]] const mh_exec& exec) {
 #if MH_WITH_TBB
-  if (exec.parallel_for == nullptr) return std::max(tbb::this_task_arena::current_thread_index(), 0);
+  if (exec.parallel_for == nullptr) return tbb::this_task_arena::current_thread_index();
 #endif
   return i;
 }

@@ -17,11 +17,11 @@ int64_t usable_threads(const mh_exec& exec);
 // fn(arg, i) for i in 0..n-1, each on a thread of its own as far as there are any. Returns when all have returned.
 void spread(int64_t n, const mh_exec& exec, mh_task_fn fn, void* arg);
 
-// Whether each of the n calls of spread runs on a thread with a number of its own, the same in every spread of n. Of
-// oneTBB's threads those of all of them do; a host's pool is taken to keep call i on one thread, or to lose nothing.
+// Whether each of the n calls of spread runs, as a rule, on a thread with a number of its own, the same in every spread of
+// n: oneTBB's do if n is all of them, a host's are taken to. Nothing but speed depends on it.
 bool are_numbered(int64_t n, const mh_exec& exec);
 
-// Within fn(arg, i), and where they are numbered.
+// The number of the thread within fn(arg, i).
 int64_t thread_number(int64_t i, const mh_exec& exec);
 
 }  // namespace manyhead

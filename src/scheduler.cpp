@@ -92,7 +92,6 @@ struct shared_items {
   const Item* item;
   const watched_stage& watched;
   const mh_exec& exec;
-  bool numbered;
   std::atomic<int64_t> gate;
   deal items;  // lines of its own
 };
@@ -109,7 +108,7 @@ void do_range(const Item& item, int64_t begin, int64_t end, int64_t worker, watc
 template <class Item>
 void do_items(shared_items<Item>& s, int64_t worker) {
   watched_worker watched(s.watched, worker);
-  const int64_t own = s.numbered ? thread_number(worker, s.exec) : worker;
+  const int64_t own = thread_number(worker, s.exec);
   for (deal::run now{}; s.items.take(own, now);) do_range(*s.item, now.begin, now.end, worker, watched);
 }
 
@@ -126,9 +125,8 @@ void for_each(int64_t items, int64_t threads, const mh_exec& exec, const watched
     watched_worker alone(stage, 0);
     return do_range(item, 0, items, 0, alone);
   }
-  const bool numbered = are_numbered(workers, exec);
-  how.shares = how.shares && numbered;
-  shared state{&item, stage, exec, numbered, {}, deal(items, workers, how)};
+  how.shares = how.shares && are_numbered(workers, exec);
+  shared state{&item, stage, exec, {}, deal(items, workers, how)};
   // What the gate orders: everything before this store happens before every item, every item before the load at the
   // end. The pool orders both as well, but neither every host's nor, to ThreadSanitizer, oneTBB's can be seen to.
   state.gate.store(0, std::memory_order_release);

@@ -4,9 +4,11 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cctype>
 #include <cerrno>
+#include <chrono>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -14,11 +16,17 @@
 #include <functional>
 #include <map>
 #include <new>
+#include <set>
 #include <sstream>
 #include <string>
 #include <thread>
 #include <tuple>
 #include <vector>
+
+#if MH_WITH_TBB
+#include <tbb/global_control.h>
+#include <tbb/task_arena.h>
+#endif
 
 #include "deal.hpp"
 #include "error.hpp"
@@ -707,7 +715,7 @@ TEST_CASE("a thread has the same share in every call, and then what is left of o
       for (deal::run run{}; all.take(seat, run);) order.push_back(run.begin);
       REQUIRE(static_cast<int64_t>(order.size()) == items);
       // Neighbours, from its quarter on, around.
-      CHECK(order[0] == items / 4 * seat + items % 4 * seat / 4);
+      CHECK(order[0] == items * seat / 4);
       for (size_t i = 1; i < order.size(); ++i) CHECK(order[i] == (order[i - 1] + 1) % items);
     }
   }
@@ -726,9 +734,9 @@ TEST_CASE("a thread has the same share in every call, and then what is left of o
 }
 
 TEST_CASE("threads that take at once take each item once") {
-  constexpr int64_t items = 20000, workers = 6;
-  for (const bool shares : {false, true}) {
-    deal all(items, workers, {1, shares, false});
+  constexpr int64_t items = 20000;
+  const auto check = [](int64_t workers, const dealing& how) {
+    deal all(items, workers, how);
     std::vector<std::atomic<int>> taken(items);
     std::vector<std::thread> pool;
     for (int64_t w = 0; w < workers; ++w) {
@@ -739,7 +747,11 @@ TEST_CASE("threads that take at once take each item once") {
     }
     for (std::thread& thread : pool) thread.join();
     CHECK(std::ranges::all_of(taken, [](const std::atomic<int>& times) { return times == 1; }));
-  }
+  };
+  for (const int64_t workers : {3, 6, 70})
+    for (const int64_t step : {1, 3})
+      for (const bool shares : {false, true})
+        for (const bool in_halves : {false, true}) check(workers, {step, shares, in_halves});
 }
 
 // --- instruction sets ------------------------------------------------------------------------------------------------
@@ -955,28 +967,68 @@ TEST_CASE("one plan serves several callers at once") {
   }
 }
 
-TEST_CASE("parallel_for calls each index once, and no worker twice at a time") {
+// parallel_for calls each index once, and no worker twice at a time.
+void check_parallel_for(int64_t n, const mh_exec& exec, bool shares) {
   struct calls {
     std::vector<std::atomic<int>> of_item, of_worker;
     std::atomic<int> shared{0};
   };
-  for (const int64_t n : {0, 1, 2, 1000}) {
-    const mh_exec exec = exec_of(3);
-    calls all{std::vector<std::atomic<int>>(static_cast<size_t>(n)),
-              std::vector<std::atomic<int>>(static_cast<size_t>(usable_threads(exec)))};
-    parallel_for(
-        n, exec, watched_call(), phase_project,
-        [](void* arg, int64_t item, int64_t worker) {
-          calls& c = *static_cast<calls*>(arg);
-          ++c.of_item[static_cast<size_t>(item)];
-          if (++c.of_worker.at(static_cast<size_t>(worker)) != 1) ++c.shared;
-          --c.of_worker[static_cast<size_t>(worker)];
-        },
-        &all);
-    for (const auto& count : all.of_item) CHECK(count == 1);
-    CHECK(all.shared == 0);
-  }
+  calls all{std::vector<std::atomic<int>>(static_cast<size_t>(n)),
+            std::vector<std::atomic<int>>(static_cast<size_t>(usable_threads(exec)))};
+  parallel_for(
+      n, exec, watched_call(), phase_project,
+      [](void* arg, int64_t item, int64_t worker) {
+        calls& c = *static_cast<calls*>(arg);
+        ++c.of_item[static_cast<size_t>(item)];
+        if (++c.of_worker.at(static_cast<size_t>(worker)) != 1) ++c.shared;
+        --c.of_worker[static_cast<size_t>(worker)];
+      },
+      &all, shares);
+  CHECK(std::ranges::all_of(all.of_item, [](const std::atomic<int>& times) { return times == 1; }));
+  CHECK(all.shared == 0);
 }
+
+TEST_CASE("parallel_for calls each index once, and no worker twice at a time") {
+  for (const int64_t n : {0, 1, 2, 1000})
+    for (const bool shares : {false, true}) check_parallel_for(n, exec_of(3), shares);
+}
+
+#if MH_WITH_TBB
+TEST_CASE("with more threads of oneTBB than there may be CPUs") {
+  const tbb::global_control many(tbb::global_control::max_allowed_parallelism, 5);
+  tbb::task_arena arena(5);
+  arena.execute([] {
+    REQUIRE(are_numbered(5, exec_of(5)));
+    CHECK(!are_numbered(4, exec_of(4)));
+    // Calls are laid before their threads where these came to those before: here they wait for each other, so that they do.
+    struct meeting {
+      const mh_exec exec = exec_of(5);
+      std::atomic<int> here{0};
+      std::array<std::atomic<int64_t>, 5> number{};
+    };
+    for (int i = 0; i < 40; ++i) {
+      meeting all;
+      spread(
+          5, all.exec,
+          [](void* arg, int64_t call) {
+            meeting& m = *static_cast<meeting*>(arg);
+            m.number[static_cast<size_t>(call)] = thread_number(call, m.exec);
+            const auto late = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+            for (++m.here; m.here < 5 && std::chrono::steady_clock::now() < late;) std::this_thread::yield();
+          },
+          &all);
+      if (i == 0) CHECK(std::set<int64_t>(all.number.begin(), all.number.end()) == std::set<int64_t>{0, 1, 2, 3, 4});
+      check_parallel_for(i % 3 == 0 ? 5 : 100, exec_of(5), i % 2 == 0);
+    }
+    for (const char* text : {"f32 b2 h8 q1 kv700 d64", "f32 b2 h5 q40 kv40 d64", "f32 b1 h5 q60 kv60 d16 causal"}) {
+      test_case c(parse_problem(text));
+      const plan plan = make_plan(c.p, current_isa(), l2);
+      const output_bits serial = run_bits(c, plan, exec_of(1));
+      for (int i = 0; i < 20; ++i) CHECK(serial == run_bits(c, plan, exec_of(5)));
+    }
+  });
+}
+#endif
 
 // --- memory ----------------------------------------------------------------------------------------------------------
 
