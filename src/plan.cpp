@@ -8,7 +8,10 @@
 //   away on AVX2.
 // block_q: rows of a task, up to 16 panels. Each tile of K and V is read (or converted) once per task, so more rows mean
 //   less traffic; where there are too few tasks for the threads, schedule.cpp cuts them further. Against 4 panels, one
-//   thread: f32 1.00 to 1.06 times as fast (most on gpt2_small and whisper_cross), bf16 and f16 1.02 to 1.08, AVX2 too.
+//   thread: f32 1.00 to 1.06 times as fast (most on gpt2_small and whisper_cross), bf16 and f16 1.02 to 1.08, AVX2 too. On the
+//   matrix route bringing K and V takes a tenth of a task of 16 panels: with 32, AMX, heads of 64, 1.02 to 1.06 times as fast on
+//   one thread, 1.0 to 1.1 on two (577 tokens, one block instead of two); heads of 128 0.99 to 1.04 and 0.95 to 1.02, with
+//   a mask or bias 0.92 to 0.98 and 0.98 to 1.03: not for them.
 // chunks: splits along the keys, for problems with too few rows to keep many cores busy. Fixed size, fixed order of
 //   merging.
 // prefetch: kernels ask for rows of K, V, Q, out, mask and bias ahead of need, where these do not lie in L2. Measured
@@ -45,7 +48,7 @@ namespace {
 constexpr int64_t keys_of_tile[] = {96, 64, 128};  // by route: tile, decode (of many rows), matrix
 constexpr int64_t keys_of_unit_step = 32;          // of a tile of decode with the unit's products: what one takes
 constexpr int64_t matrix_rows = 32;                // of a panel
-constexpr int64_t most_panels = 16;                // of a task; kernels have room for so many
+constexpr int64_t most_panels = 16, most_matrix_panels = 32;  // of a task; kernels have room for so many
 constexpr int64_t split_rows = 128;  // at most this many rows per kv head and batch entry: split long keys
 constexpr int64_t split_keys = 512;  // of a chunk, up to whole tiles
 
@@ -432,7 +435,11 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cp
     // of a task within half of L2.
     const int64_t row_bytes = (p.head_dim + p.v_dim) * real;
     const int64_t room = std::max<int64_t>(l2_bytes / 2 - plan.block_kv * row_bytes, 0);
-    const int64_t most = std::clamp<int64_t>(room / (plan.panel_rows * row_bytes), 1, most_panels);
+    const int64_t fit = room / (plan.panel_rows * row_bytes);
+    // More than usual with Q and O in a quarter of it.
+    const bool for_more = plan.kernel == route_matrix && !p.has_input(MH_INPUT_MASK) && !p.has_input(MH_INPUT_BIAS);
+    const int64_t more = for_more ? l2_bytes / 4 / (plan.panel_rows * row_bytes) : 0;
+    const int64_t most = std::clamp<int64_t>(fit, 1, std::clamp(more, most_panels, most_matrix_panels));
     const int64_t panels = blocks(std::max<int64_t>(whole_rows, 1), plan.panel_rows);
     const int64_t block = blocks(panels, blocks(panels, most)) * plan.panel_rows;
     plan.block_q = std::min(block, round_up(std::max<int64_t>(whole_rows, 1), lanes));

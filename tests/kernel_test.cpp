@@ -372,6 +372,22 @@ TEST_CASE("problems that fill its tiles take the matrix unit where there is one"
   }
 }
 
+TEST_CASE("tasks on the unit have up to 32 panels where L2 has room, and no mask or bias is read beside") {
+  for (const kernel_table* table : chosen.tables) {
+    const auto rows_of = [&](const std::string& line, int64_t l2) {
+      const plan plan = make_plan(test_case(parse_problem("bf16 b1 h8 q1024 " + line), false).p, *table, l2);
+      return plan.kernel == route_matrix ? plan.block_q : 0;
+    };
+    if (rows_of("kv1024 d64", large_l2) == 0) continue;
+    CHECK(rows_of("kv1024 d64", 2 * large_l2) == 1024);
+    CHECK(rows_of("kv1024 d64 causal", 4 * large_l2) == 1024);
+    CHECK(rows_of("kv1024 d64", large_l2) == 512);
+    CHECK(rows_of("kv1024 d128", 2 * large_l2) == 512);
+    CHECK(rows_of("kv1024 d64 bias", 2 * large_l2) == 512);
+    CHECK(rows_of("kv1024 d64 mask", 2 * large_l2) == 512);
+  }
+}
+
 TEST_CASE("a few rows take the unit in the decode route where it has kernels for them") {
   for (const kernel_table* table : chosen.tables) {
     const auto on_unit = [&](const std::string& line) {
