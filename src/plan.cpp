@@ -144,18 +144,6 @@ int64_t decode_keys(const problem& p, int64_t rows) {
   return keys;
 }
 
-// Shares pay where cores find their own in L2 in the next call, if but half of it, where reading takes time beside the
-// arithmetic, and where tasks cost about the same, as what is left of a share comes no longer longest first. On 16 cores with 2 MB
-// of L2 each, against all tasks in order: one row and 1024 keys 1.25 to 1.5 times as fast, 16 x 16 1.3 to 1.5, sentences of
-// 32 tokens 1.1 to 1.5, of 128 1.03 to 1.2, 384 tokens 1.0 to 1.4. Not so: of four times what the caches hold 0.86 to 0.91,
-// 448 x 1500 0.88 to 1.0, causal prompts 0.81 to 1.0. On two cores 0.97 to 1.04.
-constexpr double most_flops_per_number = 512;  // of all that is read and written
-int64_t share_threads_of(const plan& plan, double bytes, int64_t l2_bytes) {
-  const double numbers = bytes / static_cast<double>(dtype_bytes(plan.p.dtype));
-  if (!has_even_rows(plan.p) || plan.flops > most_flops_per_number * numbers) return INT64_MAX;
-  return static_cast<int64_t>(bytes / (2 * static_cast<double>(l2_bytes))) + 1;
-}
-
 // Of a mask or bias, one number a pair of query and key unless broadcast.
 double pair_bytes(const problem& p, const int64_t* strides, int64_t size) {
   const int64_t n[] = {p.batch, p.heads, p.q_len, p.kv_len};
@@ -174,6 +162,22 @@ bool are_apart(int64_t bytes, int64_t stride, int64_t dim, int64_t size) {
 bool are_side_by_side(const problem& p) {
   return p.kv_heads > 1 && p.k_strides[1] == p.head_dim && p.v_strides[1] == p.v_dim && p.k_strides[3] == 1 &&
          p.v_strides[3] == 1;
+}
+
+// Shares pay where cores find their own in L2 in the next call, if but half of it, where reading takes time beside the
+// arithmetic, and where tasks cost about the same, as what is left of a share comes no longer longest first. On 16 cores with 2 MB
+// of L2 each, against all tasks in order: one row and 1024 keys 1.25 to 1.5 times as fast, 16 x 16 1.3 to 1.5, sentences of
+// 32 tokens 1.1 to 1.5, of 128 1.03 to 1.2, 384 tokens 1.0 to 1.4. Not so: of four times what the caches hold 0.86 to 0.91,
+// 448 x 1500 0.88 to 1.0, causal prompts 0.81 to 1.0. On two cores 0.97 to 1.04.
+// Where heads lie side by side, a core that asks ahead takes lines that another one writes to: there in any case, causal too
+// if each thread gets several heads (schedule.cpp). On two cores, 16 x 64 to 256 x 256, 8 to 137 MB, 1.05 to 1.31; steps 0.99 to 1.0.
+constexpr double most_flops_per_number = 512;  // of all that is read and written
+int64_t share_threads_of(const plan& plan, double bytes, int64_t l2_bytes) {
+  const double numbers = bytes / static_cast<double>(dtype_bytes(plan.p.dtype));
+  if (plan.flops > most_flops_per_number * numbers) return INT64_MAX;
+  if (plan.kernel != route_decode && are_side_by_side(plan.p)) return 1;
+  if (!has_even_rows(plan.p)) return INT64_MAX;
+  return static_cast<int64_t>(bytes / (2 * static_cast<double>(l2_bytes))) + 1;
 }
 
 // Whether what lies in half of L3 is better not asked for, by decode.

@@ -37,7 +37,7 @@ struct plan {
   int64_t tasks;  // of the first pass, of a row block, kv head and chunk each (schedule.hpp)
   double flops;   // of the attended pairs, 2 (head_dim + v_dim) each; lengths in memory are not known yet: as if full
   double bytes;   // of q, k, v, out, each read or written once
-  int64_t share_threads;  // with so many threads and more, each has a share of the tasks of its own (deal.hpp)
+  int64_t share_threads;  // with so many threads and more, each may have a share of the tasks of its own (deal.hpp)
   double tiles_skipped;   // share of (panel of rows, key tile) pairs that positions rule out
   int64_t scratch_bytes;  // of one thread
   int64_t shared_bytes;   // of all threads together, the sum of:

@@ -11,7 +11,7 @@
 //   threads two, four and eight each were 0.96, 0.95 and 0.9 times as fast, 1500 keys, in three chunks, with one 0.9.
 // Order: heads one after another, so that K and V stay in cache, and in each head the longest task first. So the work
 //   ends with the short tasks of the last head, and where these are too few to level the load, of the last several. Where
-//   all tasks cost the same, one head after another to the end.
+//   all tasks cost the same, or each worker has a share of whole heads, one head after another to the end.
 // One worker has no load to level: blocks stay whole, heads follow each other. On two the rows of workloads.txt are as
 // fast as with whole blocks.
 #include "schedule.hpp"
@@ -29,6 +29,7 @@ struct grain {
 };
 constexpr grain coarse{8, 2}, fine{4, 4};
 constexpr int64_t last_tasks_per_worker = 8;
+constexpr int64_t heads_of_share = 4;  // or more, where tasks of a head differ
 // What a row costs whatever its keys, as so many keys: packing Q, and dividing, transposing and storing the result.
 // Measured: 5 to 9 keys of size 64, 15 to 30 of size 128 (AVX-512 and AVX2).
 constexpr int64_t row_cost_keys = 16;
@@ -87,11 +88,13 @@ schedule::schedule(const plan& plan, int64_t workers) : plan_(plan), workers_(st
   cut(workers_ == 1 ? block_panels : brings_tiles ? together(coarse) : fair);
   if (workers_ > 1 && brings_tiles && !is_level(tasks())) cut(together(fine));
   last_longest_ = plan.p.causal || plan.p.window_right >= 0;
+  const bool even = has_even_rows(plan.p);
+  in_shares_ = workers_ > 1 && workers_ >= plan.share_threads && (even || heads_ >= heads_of_share * workers_);
   const auto alike = [&] {
-    return has_even_rows(plan.p) && plan.block_q % piece_rows_ == 0 && rows % piece_rows_ == 0 &&
+    return even && plan.block_q % piece_rows_ == 0 && rows % piece_rows_ == 0 &&
            (plan.chunks <= 1 || plan.p.kv_len % plan.chunk_keys == 0);
   };
-  if (workers_ > 1 && head_tasks_ > 0 && !alike())
+  if (workers_ > 1 && head_tasks_ > 0 && !alike() && (even || !in_shares_))
     interleaved_ =
         std::clamp<int64_t>(blocks(last_tasks_per_worker * workers_, head_tasks_), 1, std::max<int64_t>(heads_, 1));
 }

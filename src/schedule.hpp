@@ -14,7 +14,8 @@ class schedule {
   schedule(const plan& plan, int64_t workers);
 
   int64_t tasks() const { return heads_ * head_tasks_; }
-  kernel_task at(int64_t index) const;  // the task that is taken as number index, without scratch
+  bool in_shares() const { return in_shares_; }  // whether each worker has a share of its own (deal.hpp)
+  kernel_task at(int64_t index) const;           // the task that is taken as number index, without scratch
 
   // The share of the busiest worker over the mean, where each worker takes the next task when it has done its last one
   // and time is cost. 1 = perfect. Lengths in memory are not known: as if full.
@@ -46,7 +47,8 @@ class schedule {
   int64_t head_pieces_;      // into how many pieces its rows are cut
   int64_t head_tasks_;       // tasks of a batch entry and kv head: pieces times chunks
   int64_t interleaved_ = 1;  // the last so many heads are taken together, longest tasks of all of them first
-  bool last_longest_;        // the last rows attend most keys
+  bool in_shares_;
+  bool last_longest_;  // the last rows attend most keys
 };
 
 // The most tasks that a plan can be cut into.

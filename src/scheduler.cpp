@@ -273,7 +273,7 @@ void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec, const
              t.next = nullptr;
              kernels.attention[route_decode](&*last, &t);
            },
-           {step_of(plan, order.tasks(), threads), threads >= plan.share_threads, plan.kernel == route_decode});
+           {step_of(plan, order.tasks(), threads), order.in_shares(), plan.kernel == route_decode});
   if (plan.chunks > 1) merge_chunks(plan, c, threads, exec, watched);
 
   const bool all_heads = p.has_output(MH_OUTPUT_MEAN_WEIGHTS);

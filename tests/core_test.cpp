@@ -631,6 +631,21 @@ TEST_CASE("threads have shares where cores keep their own in cache, and all task
   for (const char* more : {" causal", " window=10,0", " window=-1,10"})
     CHECK(threads((std::string("f32 b1 h12 q8 kv1024 d64 align=br") + more).c_str()) == INT64_MAX);
   CHECK(threads("f32 b1 h20 q448 kv1500 d64") == INT64_MAX);  // arithmetic
+  // Heads side by side, where rows are many; causal too, if workers have several heads each, which then come one by one.
+  CHECK(threads("f32 b16 h12 q128 kv128 d64") > 2);
+  CHECK(threads("f32 b16 h12 q128 kv128 d64 bshd") == 1);
+  CHECK(threads("f32 b16 h12 q128 kv128 d64 causal bshd") == 1);
+  CHECK(threads("f32 b1 h12 q1024 kv1500 d64 bshd") == INT64_MAX);
+  CHECK(threads("f32 b8 h32 q1 kv4096 d64 bshd") > 2);
+  const plan causal = plan_of("f32 b2 h8 q96 kv96 d64 causal bshd");
+  CHECK(schedule(causal, 4).in_shares());
+  CHECK(!schedule(causal, 1).in_shares());
+  CHECK(!schedule(causal, 5).in_shares());
+  const schedule order(causal, 4);
+  for (int64_t i = 1; i < order.tasks(); ++i) {
+    const kernel_task before = order.at(i - 1), now = order.at(i);
+    CHECK(before.batch * 8 + before.kv_head_begin <= now.batch * 8 + now.kv_head_begin);
+  }
 }
 
 TEST_CASE("tasks that cost the same come head by head, others the longest of all heads first at the end") {
