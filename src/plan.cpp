@@ -9,7 +9,7 @@
 // block_q: rows of a task, up to 16 panels. Each tile of K and V is read (or converted) once per task, so more rows mean
 //   less traffic; where there are too few tasks for the threads, schedule.cpp cuts them further. Against 4 panels, one
 //   thread: f32 1.00 to 1.06 times as fast (most on gpt2_small and whisper_cross), bf16 and f16 1.02 to 1.08, AVX2 too. On the
-//   matrix route bringing K and V takes a tenth of a task of 16 panels: with 32, AMX, heads of 64, 1.02 to 1.06 times as fast on
+//   matrix route bringing K and V takes a tenth of a task of 16 panels: with 32, AMX, heads of 64, 1.02 to 1.07 times as fast on
 //   one thread, 1.0 to 1.1 on two (577 tokens, one block instead of two); heads of 128 0.99 to 1.04 and 0.95 to 1.02, with
 //   a mask or bias 0.92 to 0.98 and 0.98 to 1.03: not for them.
 // chunks: splits along the keys, for problems with too few rows to keep many cores busy. Fixed size, fixed order of
@@ -164,18 +164,27 @@ bool are_side_by_side(const problem& p) {
          p.v_strides[3] == 1;
 }
 
+bool writes_side_by_side(const problem& p) {
+  return p.kv_heads > 1 && p.out_strides[1] == p.v_dim && p.out_strides[3] == 1;
+}
+
 // Shares pay where cores find their own in L2 in the next call, if but half of it, where reading takes time beside the
 // arithmetic, and where tasks cost about the same, as what is left of a share comes no longer longest first. On 16 cores with 2 MB
 // of L2 each, against all tasks in order: one row and 1024 keys 1.25 to 1.5 times as fast, 16 x 16 1.3 to 1.5, sentences of
 // 32 tokens 1.1 to 1.5, of 128 1.03 to 1.2, 384 tokens 1.0 to 1.4. Not so: of four times what the caches hold 0.86 to 0.91,
 // 448 x 1500 0.88 to 1.0, causal prompts 0.81 to 1.0. On two cores 0.97 to 1.04.
-// Where heads lie side by side, a core that asks ahead takes lines that another one writes to: there in any case, causal too
-// if each thread gets several heads (schedule.cpp). On two cores, 16 x 64 to 256 x 256, 8 to 137 MB, 1.05 to 1.31; steps 0.99 to 1.0.
+// Where heads lie side by side, a core that asks ahead brings lines of another one's, and takes those that it writes: there
+// from any memory, causal too if each thread gets several heads (schedule.cpp). On two cores, 16 x 64 to 256 x 256, 8 to 137
+// MB, 1.04 to 1.4 (results alone side by side 1.15 to 1.41, the rest alone 1.07 to 1.15), 384 and more 0.94 to 1.05, steps
+// 0.99 to 1.0.
 constexpr double most_flops_per_number = 512;  // of all that is read and written
 int64_t share_threads_of(const plan& plan, double bytes, int64_t l2_bytes) {
   const double numbers = bytes / static_cast<double>(dtype_bytes(plan.p.dtype));
   if (plan.flops > most_flops_per_number * numbers) return INT64_MAX;
-  if (plan.kernel != route_decode && are_side_by_side(plan.p)) return 1;
+  if (plan.kernel != route_decode && (are_side_by_side(plan.p) || writes_side_by_side(plan.p)) &&
+      plan.flops <= most_flops_per_number / 2 * numbers) {
+    return 1;
+  }
   if (!has_even_rows(plan.p)) return INT64_MAX;
   return static_cast<int64_t>(bytes / (2 * static_cast<double>(l2_bytes))) + 1;
 }

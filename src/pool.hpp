@@ -1,5 +1,5 @@
 // The threads that work is spread over: the host's (exec.parallel_for), oneTBB's, or the caller alone. pool.cpp is the
-// only file that includes oneTBB.
+// only file of src that includes oneTBB.
 #pragma once
 
 #include <cstdint>

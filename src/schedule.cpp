@@ -11,7 +11,7 @@
 //   threads two, four and eight each were 0.96, 0.95 and 0.9 times as fast, 1500 keys, in three chunks, with one 0.9.
 // Order: heads one after another, so that K and V stay in cache, and in each head the longest task first. So the work
 //   ends with the short tasks of the last head, and where these are too few to level the load, of the last several. Where
-//   all tasks cost the same, or each worker has a share of whole heads, one head after another to the end.
+//   all tasks cost the same, or each worker has a share of whole heads of unlike tasks, one head after another to the end.
 // One worker has no load to level: blocks stay whole, heads follow each other. On two the rows of workloads.txt are as
 // fast as with whole blocks.
 #include "schedule.hpp"
@@ -29,7 +29,7 @@ struct grain {
 };
 constexpr grain coarse{8, 2}, fine{4, 4};
 constexpr int64_t last_tasks_per_worker = 8;
-constexpr int64_t heads_of_share = 4;  // or more, where tasks of a head differ
+constexpr int64_t heads_of_share = 4;  // or more, and as many for all, where tasks of a head differ
 // What a row costs whatever its keys, as so many keys: packing Q, and dividing, transposing and storing the result.
 // Measured: 5 to 9 keys of size 64, 15 to 30 of size 128 (AVX-512 and AVX2).
 constexpr int64_t row_cost_keys = 16;
@@ -53,7 +53,8 @@ int64_t pieces_of(int64_t rows, int64_t piece_rows) { return std::max<int64_t>(b
 
 }  // namespace
 
-schedule::schedule(const plan& plan, int64_t workers) : plan_(plan), workers_(std::max<int64_t>(workers, 1)) {
+schedule::schedule(const plan& plan, int64_t workers, bool numbered)
+    : plan_(plan), workers_(std::max<int64_t>(workers, 1)) {
   const int64_t kv_heads = plan.p.kv_heads;
   const int64_t parts_per_worker = plan.turns ? 1 : heads_per_worker;
   const int64_t fair_heads = divide(plan.p.batch * kv_heads * plan.chunks, parts_per_worker * workers_).quotient;
@@ -89,7 +90,8 @@ schedule::schedule(const plan& plan, int64_t workers) : plan_(plan), workers_(st
   if (workers_ > 1 && brings_tiles && !is_level(tasks())) cut(together(fine));
   last_longest_ = plan.p.causal || plan.p.window_right >= 0;
   const bool even = has_even_rows(plan.p);
-  in_shares_ = workers_ > 1 && workers_ >= plan.share_threads && (even || heads_ >= heads_of_share * workers_);
+  in_shares_ = numbered && workers_ > 1 && workers_ >= plan.share_threads &&
+               (even || (heads_ >= heads_of_share * workers_ && is_level(heads_)));
   const auto alike = [&] {
     return even && plan.block_q % piece_rows_ == 0 && rows % piece_rows_ == 0 &&
            (plan.chunks <= 1 || plan.p.kv_len % plan.chunk_keys == 0);

@@ -11,14 +11,15 @@ namespace manyhead {
 
 class schedule {
  public:
-  schedule(const plan& plan, int64_t workers);
+  // numbered: whether workers are the same threads in every call (pool.hpp).
+  schedule(const plan& plan, int64_t workers, bool numbered = true);
 
   int64_t tasks() const { return heads_ * head_tasks_; }
   bool in_shares() const { return in_shares_; }  // whether each worker has a share of its own (deal.hpp)
   kernel_task at(int64_t index) const;           // the task that is taken as number index, without scratch
 
   // The share of the busiest worker over the mean, where each worker takes the next task when it has done its last one
-  // and time is cost. 1 = perfect. Lengths in memory are not known: as if full.
+  // and time is cost, shares or not. 1 = perfect. Lengths in memory are not known: as if full.
   double balance() const;
 
   // Costs of the tasks in the order in which they are taken: the (row, key) pairs that their panels compute, whole

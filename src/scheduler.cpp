@@ -254,7 +254,7 @@ void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec, const
   };
 
   // Tasks of a decode step in runs: each waits for the first rows of its keys, unless the one before asked for them.
-  const schedule order(plan, threads);
+  const schedule order(plan, threads, are_numbered(threads, exec));
   std::optional<kernel_call> last;  // of a task's rows, those that take the decode route
   if (plan.last_rows > 0) last = last_call(plan, c);
   for_each(order.tasks(), threads, exec, watched, phase_count,

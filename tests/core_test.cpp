@@ -619,7 +619,7 @@ TEST_CASE("the balance of more tasks than are played through is bounded") {
   CHECK(schedule(plan_of("f32 b1 h8 q0 kv10 d64"), 4).balance() == 1);
 }
 
-TEST_CASE("threads have shares where cores keep their own in cache, and all tasks cost the same") {
+TEST_CASE("threads have shares where cores keep their own in cache, or write beside each other") {
   const auto threads = [](const char* line) { return plan_of(line).share_threads; };
   // 2 x 12 x 1024 x 64 x 4 bytes and a little, in twice the L2 of so many cores.
   const auto least = static_cast<int64_t>(6.3e6 / (2 * static_cast<double>(l2))) + 1;
@@ -636,11 +636,14 @@ TEST_CASE("threads have shares where cores keep their own in cache, and all task
   CHECK(threads("f32 b16 h12 q128 kv128 d64 bshd") == 1);
   CHECK(threads("f32 b16 h12 q128 kv128 d64 causal bshd") == 1);
   CHECK(threads("f32 b1 h12 q1024 kv1500 d64 bshd") == INT64_MAX);
+  CHECK(threads("f32 b16 h12 q384 kv384 d64 bshd") > 2);
   CHECK(threads("f32 b8 h32 q1 kv4096 d64 bshd") > 2);
   const plan causal = plan_of("f32 b2 h8 q96 kv96 d64 causal bshd");
   CHECK(schedule(causal, 4).in_shares());
   CHECK(!schedule(causal, 1).in_shares());
   CHECK(!schedule(causal, 5).in_shares());
+  CHECK(!schedule(causal, 3).in_shares());  // 16 heads are not as many for each
+  CHECK(!schedule(causal, 4, false).in_shares());
   const schedule order(causal, 4);
   for (int64_t i = 1; i < order.tasks(); ++i) {
     const kernel_task before = order.at(i - 1), now = order.at(i);
@@ -1032,6 +1035,7 @@ TEST_CASE("with more threads of oneTBB than there may be CPUs") {
             for (++m.here; m.here < 5 && std::chrono::steady_clock::now() < late;) std::this_thread::yield();
           },
           &all);
+      REQUIRE(all.here == 5);
       if (i == 0) CHECK(std::set<int64_t>(all.number.begin(), all.number.end()) == std::set<int64_t>{0, 1, 2, 3, 4});
       check_parallel_for(i % 3 == 0 ? 5 : 100, exec_of(5), i % 2 == 0);
     }

@@ -27,7 +27,7 @@ struct matrix_task {
   static constexpr int64_t w = lanes<T>;
   static constexpr int NV = static_cast<int>(unit_rows / w);
   static constexpr int64_t width = unit_rows;
-  static constexpr int64_t most_panels = 32;
+  static constexpr int64_t most_panels = 32;  // bits of `left`
   static constexpr int weight_parts = values::weight_parts(false);
   static constexpr int unit_keys = 2 * weight_pairs;  // weights that the unit takes at a time, of each row
   static_assert(word_keys == unit_rows, "a block of keys is a word of bits");
