@@ -53,8 +53,9 @@ class deal {
 
  private:
   static constexpr int64_t most_shares = 64;  // with more workers, several have one
+  // `next` is any worker's to change, but no std::atomic, which would be cleared each time, of all 64.
   struct alignas(64) share {
-    int64_t next, end;  // in steps; `next` is any worker's to change
+    int64_t next, end;  // in steps
   };
 
   int64_t border(int64_t steps, int64_t i) const { return steps / shares_ * i + steps % shares_ * i / shares_; }

@@ -448,11 +448,12 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cp
     // of a task within half of L2.
     const int64_t row_bytes = (p.head_dim + p.v_dim) * real;
     const int64_t room = std::max<int64_t>(l2_bytes / 2 - plan.block_kv * row_bytes, 0);
-    const int64_t fit = room / (plan.panel_rows * row_bytes);
+    const int64_t panel_bytes = plan.panel_rows * row_bytes;
     // More than usual with Q and O in a quarter of it.
-    const bool for_more = plan.kernel == route_matrix && !p.has_input(MH_INPUT_MASK) && !p.has_input(MH_INPUT_BIAS);
-    const int64_t more = for_more ? l2_bytes / 4 / (plan.panel_rows * row_bytes) : 0;
-    const int64_t most = std::clamp<int64_t>(fit, 1, std::clamp(more, most_panels, most_matrix_panels));
+    const bool for_more = matrix && !p.has_input(MH_INPUT_MASK) && !p.has_input(MH_INPUT_BIAS);
+    const int64_t limit =
+        for_more ? std::clamp(l2_bytes / 4 / panel_bytes, most_panels, most_matrix_panels) : most_panels;
+    const int64_t most = std::clamp<int64_t>(room / panel_bytes, 1, limit);
     const int64_t panels = blocks(std::max<int64_t>(whole_rows, 1), plan.panel_rows);
     const int64_t block = blocks(panels, blocks(panels, most)) * plan.panel_rows;
     plan.block_q = std::min(block, round_up(std::max<int64_t>(whole_rows, 1), lanes));

@@ -70,7 +70,8 @@ void spread(int64_t n, const mh_exec& exec, mh_task_fn fn, void* arg) {
 #endif
 }
 
-bool are_numbered([[maybe_unused]] int64_t n, const mh_exec& exec) {
+bool are_numbered(int64_t n, const mh_exec& exec) {
+  if (n == 1) return false;
   if (exec.parallel_for != nullptr) return true;
 #if MH_WITH_TBB
   return n == tbb::this_task_arena::max_concurrency();

@@ -18,7 +18,7 @@ int64_t usable_threads(const mh_exec& exec);
 void spread(int64_t n, const mh_exec& exec, mh_task_fn fn, void* arg);
 
 // Whether each of the n calls of spread runs, as a rule, on a thread with a number of its own, the same in every spread of
-// n: oneTBB's do if n is all of them, a host's are taken to. Nothing but speed depends on it.
+// n > 1: oneTBB's do if n is all of them, a host's are taken to. Nothing but speed depends on it.
 bool are_numbered(int64_t n, const mh_exec& exec);
 
 // The number of the thread within fn(arg, i).

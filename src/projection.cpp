@@ -134,6 +134,7 @@ struct work {
     for (const product<Real>* user = w.products;; ++user) {
       const flat<Real> p(*user);
       const cut c(p, w.threads, w.shares);
+      // In shares neighbours are one thread's as they are.
       if (task < c.tasks()) return run_task(p, c, task, w.shares ? 1 : w.threads, w.scratch + worker * w.scratch_bytes);
       task -= c.tasks();
     }
