@@ -37,6 +37,8 @@ class deal {
     open_.store(open, std::memory_order_relaxed);
   }
 
+  bool in_shares() const { return shares_ > 1; }
+
   // What a worker takes next, the number of whose thread is `seat`. False: nothing is left.
   bool take(int64_t seat, run& to) {
     const int64_t own = seat % shares_;

@@ -84,14 +84,15 @@ void merge_rows(const mh_merge& m, merge_args args, const array& out, void* out_
   exec.struct_size = sizeof exec;
   exec.threads = wanted_threads(0);
   const double values = static_cast<double>(work.rows) * static_cast<double>(m.states * m.v_dim);
-  const watched_call watched(usable_threads(exec), expected_us(0, values * static_cast<double>(dtype_size(m.dtype))),
+  const int64_t threads = usable_threads(exec);
+  const watched_call watched(threads, expected_us(0, values * static_cast<double>(dtype_size(m.dtype))),
                              [&](char* text, size_t size) {
                                std::snprintf(text, size, "merge %s states %lld b%lld h%lld q%lld v%lld",
                                              dtype_name(m.dtype), static_cast<long long>(m.states),
                                              static_cast<long long>(m.batch), static_cast<long long>(m.heads),
                                              static_cast<long long>(m.q_len), static_cast<long long>(m.v_dim));
                              });
-  parallel_for((work.rows + work.block - 1) / work.block, exec, watched, phase_merge, run_block, &work);
+  parallel_for((work.rows + work.block - 1) / work.block, threads, exec, watched, phase_merge, run_block, &work);
 }
 
 struct outputs {

@@ -247,7 +247,7 @@ void copy_rows(const Real* from, const int64_t* from_strides, Real* to, const in
   constexpr int64_t block = 64;
   copy_work work{from, to, from_strides, to_strides, dims, (dims[1] + block - 1) / block};
   parallel_for(
-      dims[0] * work.blocks, exec, watched, phase_pack,
+      dims[0] * work.blocks, usable_threads(exec), exec, watched, phase_pack,
       [](void* arg, int64_t task, int64_t) {
         const copy_work& w = *static_cast<const copy_work*>(arg);
         const int64_t b = task / w.blocks, begin = task % w.blocks * block;

@@ -53,8 +53,7 @@ int64_t pieces_of(int64_t rows, int64_t piece_rows) { return std::max<int64_t>(b
 
 }  // namespace
 
-schedule::schedule(const plan& plan, int64_t workers, bool numbered)
-    : plan_(plan), workers_(std::max<int64_t>(workers, 1)) {
+schedule::schedule(const plan& plan, int64_t workers) : plan_(plan), workers_(std::max<int64_t>(workers, 1)) {
   const int64_t kv_heads = plan.p.kv_heads;
   const int64_t parts_per_worker = plan.turns ? 1 : heads_per_worker;
   const int64_t fair_heads = divide(plan.p.batch * kv_heads * plan.chunks, parts_per_worker * workers_).quotient;
@@ -90,7 +89,7 @@ schedule::schedule(const plan& plan, int64_t workers, bool numbered)
   if (workers_ > 1 && brings_tiles && !is_level(tasks())) cut(together(fine));
   last_longest_ = plan.p.causal || plan.p.window_right >= 0;
   const bool even = has_even_rows(plan.p);
-  in_shares_ = numbered && workers_ > 1 && workers_ >= plan.share_threads &&
+  in_shares_ = workers_ > 1 && workers_ >= plan.share_threads &&
                (even || (heads_ >= heads_of_share * workers_ && is_level(heads_)));
   const auto alike = [&] {
     return even && plan.block_q % piece_rows_ == 0 && rows % piece_rows_ == 0 &&

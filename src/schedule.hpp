@@ -11,8 +11,7 @@ namespace manyhead {
 
 class schedule {
  public:
-  // numbered: whether workers are the same threads in every call (pool.hpp).
-  schedule(const plan& plan, int64_t workers, bool numbered = true);
+  schedule(const plan& plan, int64_t workers);
 
   int64_t tasks() const { return heads_ * head_tasks_; }
   bool in_shares() const { return in_shares_; }  // whether each worker has a share of its own (deal.hpp)

@@ -92,6 +92,7 @@ struct shared_items {
   const Item* item;
   const watched_stage& watched;
   const mh_exec& exec;
+  const int64_t workers;
   std::atomic<int64_t> gate;
   deal items;  // lines of its own
 };
@@ -108,7 +109,7 @@ void do_range(const Item& item, int64_t begin, int64_t end, int64_t worker, watc
 template <class Item>
 void do_items(shared_items<Item>& s, int64_t worker) {
   watched_worker watched(s.watched, worker);
-  const int64_t own = thread_number(worker, s.exec);
+  const int64_t own = s.items.in_shares() ? thread_number(worker, s.workers, s.exec) : 0;
   for (deal::run now{}; s.items.take(own, now);) do_range(*s.item, now.begin, now.end, worker, watched);
 }
 
@@ -125,8 +126,7 @@ void for_each(int64_t items, int64_t threads, const mh_exec& exec, const watched
     watched_worker alone(stage, 0);
     return do_range(item, 0, items, 0, alone);
   }
-  how.shares = how.shares && are_numbered(workers, exec);
-  shared state{&item, stage, exec, {}, deal(items, workers, how)};
+  shared state{&item, stage, exec, workers, {}, deal(items, workers, how)};
   // What the gate orders: everything before this store happens before every item, every item before the load at the
   // end. The pool orders both as well, but neither every host's nor, to ThreadSanitizer, oneTBB's can be seen to.
   state.gate.store(0, std::memory_order_release);
@@ -254,7 +254,7 @@ void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec, const
   };
 
   // Tasks of a decode step in runs: each waits for the first rows of its keys, unless the one before asked for them.
-  const schedule order(plan, threads, are_numbered(threads, exec));
+  const schedule order(plan, threads);
   std::optional<kernel_call> last;  // of a task's rows, those that take the decode route
   if (plan.last_rows > 0) last = last_call(plan, c);
   for_each(order.tasks(), threads, exec, watched, phase_count,
@@ -300,10 +300,10 @@ void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec, const
   }
 }
 
-void parallel_for(int64_t n, const mh_exec& exec, const watched_call& watched, phase what, item_fn fn, void* arg,
-                  bool shares) {
+void parallel_for(int64_t n, int64_t workers, const mh_exec& exec, const watched_call& watched, phase what, item_fn fn,
+                  void* arg, bool shares) {
   for_each(
-      n, usable_threads(exec), exec, watched, what, [=](const turn& now) { fn(arg, now.index, now.worker); },
+      n, workers, exec, watched, what, [=](const turn& now) { fn(arg, now.index, now.worker); },
       dealing{1, shares, false});
 }
 

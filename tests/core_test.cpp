@@ -643,7 +643,6 @@ TEST_CASE("threads have shares where cores keep their own in cache, or write bes
   CHECK(!schedule(causal, 1).in_shares());
   CHECK(!schedule(causal, 5).in_shares());
   CHECK(!schedule(causal, 3).in_shares());  // 16 heads are not as many for each
-  CHECK(!schedule(causal, 4, false).in_shares());
   const schedule order(causal, 4);
   for (int64_t i = 1; i < order.tasks(); ++i) {
     const kernel_task before = order.at(i - 1), now = order.at(i);
@@ -994,7 +993,7 @@ void check_parallel_for(int64_t n, const mh_exec& exec, bool shares) {
   calls all{std::vector<std::atomic<int>>(static_cast<size_t>(n)),
             std::vector<std::atomic<int>>(static_cast<size_t>(usable_threads(exec)))};
   parallel_for(
-      n, exec, watched_call(), phase_project,
+      n, usable_threads(exec), exec, watched_call(), phase_project,
       [](void* arg, int64_t item, int64_t worker) {
         calls& c = *static_cast<calls*>(arg);
         ++c.of_item[static_cast<size_t>(item)];
@@ -1012,40 +1011,67 @@ TEST_CASE("parallel_for calls each index once, and no worker twice at a time") {
 }
 
 #if MH_WITH_TBB
+// Spreads `threads` calls that wait for each other, and so come from as many threads; the numbers of these.
+std::set<int64_t> numbers_of_meeting(int threads) {
+  struct meeting {
+    const mh_exec exec;
+    const int expected;
+    std::atomic<int> here{0};
+    std::vector<std::atomic<int64_t>> number = std::vector<std::atomic<int64_t>>(static_cast<size_t>(expected));
+  };
+  meeting all{exec_of(threads), threads};
+  spread(
+      threads, all.exec,
+      [](void* arg, int64_t call) {
+        meeting& m = *static_cast<meeting*>(arg);
+        m.number[static_cast<size_t>(call)] = thread_number(call, m.expected, m.exec);
+        const auto late = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+        for (++m.here; m.here < m.expected && std::chrono::steady_clock::now() < late;) std::this_thread::yield();
+      },
+      &all);
+  REQUIRE(all.here == threads);
+  return {all.number.begin(), all.number.end()};
+}
+
+std::set<int64_t> numbers_up_to(int64_t n) {
+  std::set<int64_t> all;
+  for (int64_t i = 0; i < n; ++i) all.insert(i);
+  return all;
+}
+
+void check_same_bits_on(int threads) {
+  for (const char* text : {"f32 b2 h8 q1 kv700 d64", "f32 b2 h5 q40 kv40 d64", "f32 b1 h5 q60 kv60 d16 causal"}) {
+    test_case c(parse_problem(text));
+    const plan plan = make_plan(c.p, current_isa(), l2);
+    const output_bits serial = run_bits(c, plan, exec_of(1));
+    for (int i = 0; i < 20; ++i) CHECK(serial == run_bits(c, plan, exec_of(threads)));
+  }
+}
+
 TEST_CASE("with more threads of oneTBB than there may be CPUs") {
   const tbb::global_control many(tbb::global_control::max_allowed_parallelism, 5);
   tbb::task_arena arena(5);
   arena.execute([] {
-    REQUIRE(are_numbered(5, exec_of(5)));
-    CHECK(!are_numbered(4, exec_of(4)));
-    // Calls are laid before their threads where these came to those before: here they wait for each other, so that they do.
-    struct meeting {
-      const mh_exec exec = exec_of(5);
-      std::atomic<int> here{0};
-      std::array<std::atomic<int64_t>, 5> number{};
-    };
+    CHECK(numbers_of_meeting(5) == numbers_up_to(5));
     for (int i = 0; i < 40; ++i) {
-      meeting all;
-      spread(
-          5, all.exec,
-          [](void* arg, int64_t call) {
-            meeting& m = *static_cast<meeting*>(arg);
-            m.number[static_cast<size_t>(call)] = thread_number(call, m.exec);
-            const auto late = std::chrono::steady_clock::now() + std::chrono::seconds(10);
-            for (++m.here; m.here < 5 && std::chrono::steady_clock::now() < late;) std::this_thread::yield();
-          },
-          &all);
-      REQUIRE(all.here == 5);
-      if (i == 0) CHECK(std::set<int64_t>(all.number.begin(), all.number.end()) == std::set<int64_t>{0, 1, 2, 3, 4});
+      numbers_of_meeting(5);  // calls are laid before their threads where these came to those before
       check_parallel_for(i % 3 == 0 ? 5 : 100, exec_of(5), i % 2 == 0);
     }
-    for (const char* text : {"f32 b2 h8 q1 kv700 d64", "f32 b2 h5 q40 kv40 d64", "f32 b1 h5 q60 kv60 d16 causal"}) {
-      test_case c(parse_problem(text));
-      const plan plan = make_plan(c.p, current_isa(), l2);
-      const output_bits serial = run_bits(c, plan, exec_of(1));
-      for (int i = 0; i < 20; ++i) CHECK(serial == run_bits(c, plan, exec_of(5)));
-    }
+    check_same_bits_on(5);
   });
+}
+
+TEST_CASE("fewer threads than oneTBB has are numbered too") {
+  const int all = tbb::this_task_arena::max_concurrency();
+  for (const int threads : {all - 1, (all + 1) / 2}) {
+    if (threads < 2) continue;
+    CAPTURE(threads);
+    for (int i = 0; i < 20; ++i) {
+      CHECK(numbers_of_meeting(threads) == numbers_up_to(threads));
+      check_parallel_for(i % 3 == 0 ? threads : 100, exec_of(threads), i % 2 == 0);
+    }
+    check_same_bits_on(threads);
+  }
 }
 #endif
 
