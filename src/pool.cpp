@@ -5,11 +5,16 @@
 #include <algorithm>
 #include <atomic>
 #include <bit>
+#include <chrono>
 #include <map>
+#include <memory>
+#include <optional>
 
+#include "crew.hpp"
 #include "machine.hpp"
 
 #if MH_WITH_TBB
+#include <tbb/global_control.h>
 #include <tbb/info.h>
 #include <tbb/parallel_for.h>
 #include <tbb/partitioner.h>
@@ -33,51 +38,127 @@ int64_t usable_threads(const mh_exec& exec) {
 #if MH_WITH_TBB
 namespace {
 
-// Where calls of spread go, as one of the threads that spread them sees it.
-struct place {
-  bool most_come = false;  // for most of the last calls a thread of its own came
-  uint32_t calls = 0;      // spread when that was not so
+// Calls of spread at this moment, from all threads.
+std::atomic<int64_t> spreading{0};
+struct spreading_now {
+  const bool alone = spreading.fetch_add(1, std::memory_order_relaxed) == 0;
+  ~spreading_now() { spreading.fetch_sub(1, std::memory_order_relaxed); }
 };
 
-// An arena of as many threads as the calls may use, where oneTBB has more: else all of these would wake and look for work, and
-// any of them take it, without a number that says which core's cache a share lies in. Not within an arena of the host's, whose
-// threads may be bound to CPUs.
-struct own_place : place {
-  explicit own_place(int64_t threads) : arena(static_cast<int>(threads)) {}
-  tbb::task_arena arena;
-};
-bool has_own_place(int64_t threads) {
-  const int all = tbb::this_task_arena::max_concurrency();
-  return threads < all && all == tbb::info::default_concurrency();
+// Whether the host lets oneTBB have so many threads.
+bool may_have(int64_t threads) {
+  return static_cast<int64_t>(tbb::global_control::active_value(tbb::global_control::max_allowed_parallelism)) >=
+         threads;
 }
 
-// Laid before threads by static_partitioner, the same call before the same thread every time, calls need not be looked for:
-// on 16 threads 12 heads of one row and 1024 keys took 15 to 16 us so and 20 to 21 with simple_partitioner, where 12 of 1/16
-// take 13; on 8 18 and 20, on 4 32 and 33, on two 0.3 us more. But calls wait for threads that do not come, busy with other
-// work or asleep, and those that are to be split off them as well. So only if most came last time; and now and then to
-// see whether they do, as short calls can be over before all have found one.
-void spread_in(place& here, int64_t n, mh_task_fn fn, void* arg) {
-  // Isolated: while this thread waits it must not pick up some other task of the host, which may hold or want its
-  // locks.
-  tbb::this_task_arena::isolate([&] {
-    std::atomic<uint64_t> came{0};  // a bit for each of the first 64
-    const auto call = [&came, fn, arg](int64_t i) {
-      came.fetch_or(uint64_t{1} << tbb::this_task_arena::current_thread_index() % 64, std::memory_order_relaxed);
-      fn(arg, i);
-    };
-    if (here.most_come || ++here.calls % 16 == 0) {
-      tbb::parallel_for(int64_t{0}, n, call, tbb::static_partitioner());
+// Where a thread's calls of spread go: to threads of an arena of oneTBB's.
+class place {
+ public:
+  // own_arena: one of `threads`, where the thread's has more. Else all of those would wake and look for work, and any of them
+  // take it, so that no core had in its cache what it had in the last call.
+  place(int64_t threads, bool own_arena) : members_(threads - 1) {
+    if (own_arena) arena_.emplace(static_cast<int>(threads)).initialize();
+  }
+  place() : members_(0) {}  // the arena that the thread is in, where nobody stands by
+  ~place() {
+    if (crew_ != nullptr) crew_->dismiss();
+  }
+  place(const place&) = delete;
+  place& operator=(const place&) = delete;
+
+  void spread(int64_t n, mh_task_fn fn, void* arg) {
+    const spreading_now now;
+    if (has_crew(now.alone)) {
+      send(crew_->send_for(n));
+      crew_->call(n, fn, arg);
+    } else if (arena_) {
+      arena_->execute([&] { spread_tasks(n, fn, arg); });
     } else {
-      tbb::parallel_for(int64_t{0}, n, call, tbb::simple_partitioner());
+      spread_tasks(n, fn, arg);
     }
-    here.most_come = 4 * std::popcount(came.load(std::memory_order_relaxed)) >= 3 * std::min<int64_t>(n, 64);
-  });
-}
+  }
 
-// Of two threads one call is this one's and the other one's any way.
-void spread_over_two(int64_t n, mh_task_fn fn, void* arg) {
-  tbb::this_task_arena::isolate(
-      [=] { tbb::parallel_for(int64_t{0}, n, [=](int64_t i) { fn(arg, i); }, tbb::simple_partitioner()); });
+ private:
+  using clock = std::chrono::steady_clock;
+  static constexpr int many_calls = 8;
+
+  // Whether threads are to stand by: calls follow each other closely, many by now, and no other thread wants some.
+  bool has_crew(bool alone) {
+    if (members_ == 0) return false;
+    if (engaged_) {
+      if (alone && !crew_->is_deserted()) return true;
+      crew_->dismiss();
+      engaged_ = false;
+      follows_ = 0;
+    }
+    follows_ = alone && clock::now() - ended_ < crew::patience ? follows_ + 1 : 0;
+    if (follows_ < many_calls || !may_have(members_ + 1)) return false;
+    if (crew_ == nullptr) crew_ = std::make_shared<crew>(members_);
+    crew_->engage();
+    return engaged_ = true;
+  }
+
+  // Members, as many as there is memory for.
+  void send(int64_t members) noexcept {
+    const auto serve = [crew = crew_] { crew->serve(); };
+    for (; members > 0; --members) {
+      try {
+        if (arena_) {
+          arena_->enqueue(serve);
+        } else {
+          tbb::this_task_arena::enqueue(serve);
+        }
+      } catch (...) {
+        return crew_->not_sent(members);
+      }
+    }
+  }
+
+  // Laid before threads by static_partitioner, the same call before the same thread every time, calls need not be looked
+  // for: on 16 threads 12 heads of one row and 1024 keys took 15 to 16 us so and 20 to 21 with simple_partitioner, where 12
+  // of 1/16 take 13; on 8 18 and 20, on 4 32 and 33, on two 0.3 us more. But calls wait for threads that do not come, busy
+  // with other work or asleep, and those that are to be split off them as well. So only if most came last time; and now and
+  // then to see whether they do, as short calls can be over before all have found one.
+  void spread_tasks(int64_t n, mh_task_fn fn, void* arg) {
+    // Isolated: while this thread waits it must not pick up some other task of the host, which may hold or want its
+    // locks.
+    tbb::this_task_arena::isolate([&] {
+      std::atomic<uint64_t> came{0};  // a bit for each of the first 64
+      const auto call = [&came, fn, arg](int64_t i) {
+        came.fetch_or(uint64_t{1} << tbb::this_task_arena::current_thread_index() % 64, std::memory_order_relaxed);
+        fn(arg, i);
+      };
+      if (tbb::this_task_arena::max_concurrency() > 2 && (most_come_ || ++calls_ % 16 == 0)) {
+        tbb::parallel_for(int64_t{0}, n, call, tbb::static_partitioner());
+      } else {
+        tbb::parallel_for(int64_t{0}, n, call, tbb::simple_partitioner());
+      }
+      most_come_ = 4 * std::popcount(came.load(std::memory_order_relaxed)) >= 3 * std::min<int64_t>(n, 64);
+    });
+    if (members_ > 0) ended_ = clock::now();
+  }
+
+  const int64_t members_;                 // of a crew
+  std::optional<tbb::task_arena> arena_;  // none: the thread's
+  bool most_come_ = false;                // for most of the last calls a thread of its own came
+  uint32_t calls_ = 0;                    // spread as tasks when that was not so
+  clock::time_point ended_;               // the last that were spread as tasks
+  int follows_ = 0;                       // so many before them followed closely
+  bool engaged_ = false;
+  std::shared_ptr<crew> crew_;  // members keep it while they are out
+};
+
+// Not of a host's own arena, whose threads may be bound to CPUs, nor of oneTBB's own threads, which are at the host's work.
+place& place_of(int64_t threads) {
+  const int all = tbb::this_task_arena::max_concurrency();
+  if (all == tbb::info::default_concurrency() && tbb::this_task_arena::current_thread_index() <= 0) {
+    thread_local std::map<int64_t, place> places;
+    const auto known = places.find(threads);
+    if (known != places.end()) return known->second;
+    if (may_have(threads)) return places.try_emplace(threads, threads, threads < all).first->second;
+  }
+  thread_local place here;
+  return here;
 }
 
 }  // namespace
@@ -87,15 +168,7 @@ void spread(int64_t n, const mh_exec& exec, mh_task_fn fn, void* arg) {
   if (n == 1) return fn(arg, 0);
   if (exec.parallel_for != nullptr) return exec.parallel_for(exec.parallel_ctx, n, fn, arg);
 #if MH_WITH_TBB
-  if (tbb::this_task_arena::max_concurrency() == 2) return spread_over_two(n, fn, arg);
-  const int64_t threads = usable_threads(exec);
-  if (!has_own_place(threads)) {
-    thread_local place common;
-    return spread_in(common, n, fn, arg);
-  }
-  thread_local std::map<int64_t, own_place> own;
-  own_place& here = own.try_emplace(threads, threads).first->second;
-  here.arena.execute([&] { spread_in(here, n, fn, arg); });
+  place_of(usable_threads(exec)).spread(n, fn, arg);
 #else
   for (int64_t i = 0; i < n; ++i) fn(arg, i);
 #endif

@@ -14,11 +14,12 @@ int32_t wanted_threads(int32_t threads);
 // As far as there are so many.
 int64_t usable_threads(const mh_exec& exec);
 
-// fn(arg, i) for i in 0..n-1, each on a thread of its own as far as there are any. Returns when all have returned.
+// fn(arg, 0) and, at most once each, fn(arg, i) for i in 1..n-1, on threads of their own as far as these come in time: who is
+// called does all there is to do. Returns when all have returned.
 void spread(int64_t n, const mh_exec& exec, mh_task_fn fn, void* arg);
 
-// Within fn(arg, i) of n calls: a number for its thread, the same in every spread of n, as a rule: where n is all of oneTBB's
-// threads the thread's own, else i, as calls come to threads in order, and a host's are taken to. Nothing but speed
+// Within fn(arg, i) of n calls: a number for its thread, the same in every spread of n, as a rule: where n is all of the arena's
+// threads the thread's own, else i, as oneTBB's come to calls in order once they have found them so, and a host's are taken to. Nothing but speed
 // depends on it.
 int64_t thread_number(int64_t i, int64_t n, const mh_exec& exec);
 

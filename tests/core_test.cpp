@@ -28,6 +28,7 @@
 #include <tbb/task_arena.h>
 #endif
 
+#include "crew.hpp"
 #include "deal.hpp"
 #include "error.hpp"
 #include "json.hpp"
@@ -1010,27 +1011,106 @@ TEST_CASE("parallel_for calls each index once, and no worker twice at a time") {
     for (const bool shares : {false, true}) check_parallel_for(n, exec_of(3), shares);
 }
 
+TEST_CASE("a crew: calls with the members that are there, none twice") {
+  struct calls {
+    std::array<std::atomic<int>, 5> of_member{};
+    int64_t told = 0;                  // written by the caller before a call, read by members
+    std::array<int64_t, 5> answers{};  // the other way round
+    std::atomic<int> others{0};
+    std::atomic<bool> begun{false};
+    int awaited = 0;  // the caller stays until so many came
+  } all;
+  const auto answer = [](void* arg, int64_t i) {
+    calls& c = *static_cast<calls*>(arg);
+    ++c.of_member.at(static_cast<size_t>(i));
+    if (i > 0) ++c.others;
+    c.answers.at(static_cast<size_t>(i)) = c.told;
+    if (i == 0) c.begun = true;
+    const auto late = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+    while (c.others < c.awaited && std::chrono::steady_clock::now() < late) std::this_thread::yield();
+  };
+  crew crew(4);
+  CHECK(crew.is_deserted());
+  all.told = 1;
+  crew.call(5, answer, &all);  // alone
+  CHECK(all.of_member[0] == 1);
+  CHECK(all.others == 0);
+
+  for (int shift = 0; shift < 10; ++shift) {
+    CHECK(crew.send_for(5) == 4);
+    CHECK(crew.send_for(5) == 0);  // they are on their way
+    std::vector<std::thread> members;
+    all.begun = false;
+    for (int i = 0; i < 4; ++i) {
+      members.emplace_back([&] {
+        while (!all.begun) std::this_thread::yield();
+        crew.serve();
+      });
+    }
+    for (std::atomic<int>& times : all.of_member) times = 0;
+    all.others = 0;
+    all.awaited = 4;
+    ++all.told;
+    crew.call(5, answer, &all);
+    CHECK(std::ranges::all_of(all.of_member, [](const std::atomic<int>& times) { return times == 1; }));
+    CHECK(std::ranges::all_of(all.answers, [&](int64_t told) { return told == all.told; }));
+    all.awaited = 0;
+    for (int64_t k = 0; !crew.is_deserted(); ++k) {
+      const auto n = 2 + k % 4;
+      for (std::atomic<int>& times : all.of_member) times = 0;
+      all.answers = {};
+      ++all.told;
+      crew.call(n, answer, &all);
+      CHECK(all.of_member[0] == 1);
+      for (size_t i = 1; i < 5; ++i) {
+        CHECK(all.of_member.at(i) <= (static_cast<int64_t>(i) < n ? 1 : 0));
+        CHECK(all.answers.at(i) == (all.of_member.at(i) > 0 ? all.told : 0));
+      }
+      if (k > 1000) crew.dismiss();
+    }
+    for (std::thread& member : members) member.join();
+    CHECK(crew.is_deserted());
+    crew.engage();
+  }
+
+  // Who is not called leaves by itself; who is dismissed does not even begin.
+  CHECK(crew.send_for(2) == 1);
+  crew.serve();
+  CHECK(crew.is_deserted());
+  crew.dismiss();
+  CHECK(crew.send_for(5) == 4);
+  for (int i = 0; i < 4; ++i) crew.serve();
+  CHECK(crew.is_deserted());
+}
+
 #if MH_WITH_TBB
 // Spreads `threads` calls that wait for each other, and so come from as many threads; the numbers of these.
 std::set<int64_t> numbers_of_meeting(int threads) {
   struct meeting {
     const mh_exec exec;
     const int expected;
-    std::atomic<int> here{0};
     std::vector<std::atomic<int64_t>> number = std::vector<std::atomic<int64_t>>(static_cast<size_t>(expected));
+    std::atomic<int> here{0}, gate{0};  // the gate orders this and the calls, as in scheduler.cpp
   };
-  meeting all{exec_of(threads), threads};
-  spread(
-      threads, all.exec,
-      [](void* arg, int64_t call) {
-        meeting& m = *static_cast<meeting*>(arg);
-        m.number[static_cast<size_t>(call)] = thread_number(call, m.expected, m.exec);
-        const auto late = std::chrono::steady_clock::now() + std::chrono::seconds(10);
-        for (++m.here; m.here < m.expected && std::chrono::steady_clock::now() < late;) std::this_thread::yield();
-      },
-      &all);
-  REQUIRE(all.here == threads);
-  return {all.number.begin(), all.number.end()};
+  for (int attempts = 1;; ++attempts) {
+    meeting all{exec_of(threads), threads};
+    all.gate.store(0, std::memory_order_release);
+    spread(
+        threads, all.exec,
+        [](void* arg, int64_t call) {
+          meeting& m = *static_cast<meeting*>(arg);
+          (void)m.gate.load(std::memory_order_acquire);
+          m.number[static_cast<size_t>(call)] = thread_number(call, m.expected, m.exec);
+          const auto late = std::chrono::steady_clock::now() + std::chrono::milliseconds(200);
+          for (++m.here; m.here < m.expected && std::chrono::steady_clock::now() < late;) std::this_thread::yield();
+          m.gate.fetch_add(0);
+        },
+        &all);
+    (void)all.gate.load(std::memory_order_acquire);
+    if (all.here < threads && attempts < 50) continue;  // whose threads did not come in time are left out
+    REQUIRE(all.here == threads);
+    return {all.number.begin(), all.number.end()};
+  }
 }
 
 std::set<int64_t> numbers_up_to(int64_t n) {
@@ -1059,6 +1139,17 @@ TEST_CASE("with more threads of oneTBB than there may be CPUs") {
     }
     check_same_bits_on(5);
   });
+}
+
+TEST_CASE("calls that follow each other closely, of one thread and of several") {
+  const auto many = [] {
+    for (int i = 0; i < 500; ++i) check_parallel_for(2 + i % 30, exec_of(i % 50 == 0 ? 1 : 2), i % 2 == 0);
+  };
+  many();
+  std::vector<std::thread> callers;
+  for (int i = 0; i < 3; ++i) callers.emplace_back(many);
+  for (std::thread& caller : callers) caller.join();
+  check_same_bits_on(2);
 }
 
 TEST_CASE("fewer threads than oneTBB has are numbered too") {

@@ -229,7 +229,7 @@ typedef struct mh_exec {
   int32_t threads;   /* most threads for this call; 0 = mh_threads(), 1 = serial, on the calling thread alone */
   int32_t reserved0; /* 0 */
   mh_parallel_for_fn
-      parallel_for; /* NULL = manyhead's own threads (oneTBB, in the caller's arena where there is one) */
+      parallel_for; /* NULL = oneTBB's threads; those of the caller's arena, if that is smaller than oneTBB's default one */
   void* parallel_ctx;
   void* workspace;       /* NULL = manyhead's own memory; else 64-byte aligned, for one call at a time */
   size_t workspace_size; /* bytes, at least mh_plan_workspace_size(plan, threads) */
