@@ -298,10 +298,9 @@ struct decode_task {
     return rows.from(max_of(16, 8192 / (dim * static_cast<int64_t>(sizeof(T)))));
   }
 
-  // R rows from row r against the next of `keys` keys, dots / R of them; keys behind the last are the last again.
-  template <int R, asks For, class E>
+  // R rows from row r against the next K of `keys` keys; keys behind the last are the last again.
+  template <int R, int K, asks For, class E>
   MH_INLINE void score_rows(int64_t r, rows_at<E> k, int64_t keys, T* s, soon next) {
-    constexpr int K = dots / R;
     constexpr int64_t size = sizeof(typename E::storage);
     const typename E::storage* key[K];
 #pragma GCC unroll 16
@@ -309,9 +308,9 @@ struct decode_task {
     const T* row[R];
 #pragma GCC unroll 8
     for (int n = 0; n < R; ++n) row[n] = q_row[r + n];
-    vec<T> acc[dots];
+    vec<T> acc[R * K];
 #pragma GCC unroll 16
-    for (int i = 0; i < dots; ++i) acc[i] = vec<T>(T(0));
+    for (int i = 0; i < R * K; ++i) acc[i] = vec<T>(T(0));
     int64_t d = 0;
     for (; d < k_pairs; d += 2 * w) {
 #pragma GCC unroll 2
@@ -377,11 +376,25 @@ struct decode_task {
         });
       }
     }
+    // The same tree of additions for fewer keys, its branches the same one: each is done once.
+    constexpr int of_row = dots / R;
+    vec<T> all[dots];
+#pragma GCC unroll 16
+    for (int i = 0; i < dots; ++i) all[i] = acc[i / of_row * K + i % K];
     alignas(64) T sums[dots];
 #pragma GCC unroll 16
-    for (int i = 0; i < dots; i += static_cast<int>(w)) sums_of<T>(acc + i).store_aligned(sums + i);
+    for (int i = 0; i < dots; i += static_cast<int>(w)) sums_of<T>(all + i).store_aligned(sums + i);
 #pragma GCC unroll 8
-    for (int n = 0; n < R; ++n) memcpy(s + (r + n) * width, sums + n * K, K * sizeof(T));
+    for (int n = 0; n < R; ++n) memcpy(s + (r + n) * width, sums + n * of_row, K * sizeof(T));
+  }
+
+  // The last `keys` keys, up to K of them.
+  template <int R, int K, asks For, class E>
+  MH_INLINE void score_last(int64_t r, int64_t row_end, rows_at<E> k, int64_t keys, T* s, soon next) {
+    if constexpr (K > 4) {
+      if (keys <= K / 2) return score_last<R, K / 2, For>(r, row_end, k, keys, s, next);
+    }
+    for (; r < row_end; r += R) score_rows<R, K, For>(r, k, keys, s, next);
   }
 
   // Rows r .. end against `keys` keys, R rows at a time as long as there are so many, then fewer.
@@ -389,9 +402,12 @@ struct decode_task {
   MH_INLINE void score_all(int64_t r, int64_t end, rows_at<E> k, int64_t keys, T* s, soon next) {
     const int64_t row_end = r + (end - r) / R * R;
     if (r < row_end) {
-      for (int64_t i = 0; i < keys; i += dots / R) {
-        for (int64_t n = r; n < row_end; n += R) score_rows<R, For>(n, k.from(i), keys - i, s + i, next.from(i));
+      constexpr int K = dots / R;
+      int64_t i = 0;
+      for (; i + K <= keys; i += K) {
+        for (int64_t n = r; n < row_end; n += R) score_rows<R, K, For>(n, k.from(i), K, s + i, next.from(i));
       }
+      if (i < keys) score_last<R, K, For>(r, row_end, k.from(i), keys - i, s + i, next.from(i));
     }
     if constexpr (R > 1) {
       if (row_end < end) score_all<R / 2, For>(row_end, end, k, keys, s, next);
@@ -409,11 +425,12 @@ struct decode_task {
     bool goes_on, ends, begun;
   };
 
-  // O[row .. row + R)[dims of N vectors] += P V for some keys. N: pairs, or 0 for a single vector.
-  template <bool Careful, int R, int N, asks For, class E>
-  MH_INLINE void add_values(rows_at<E> v, int64_t keys, int64_t first_row, const T* p, int64_t d, int64_t at_dim,
-                            part of, soon next) {
-    constexpr int V = N == 0 ? 1 : 2 * N;
+  // O[row .. row + R)[dims d ..] += P V for some keys, of N pairs of vectors and, where S is 1, one that may begin earlier.
+  template <bool Careful, int R, int N, int S, asks For, class E>
+  MH_INLINE void add_values(rows_at<E> v, int64_t keys, int64_t first_row, const T* p, int64_t d, part of, soon next) {
+    constexpr int V = 2 * N + S;
+    const int64_t single = place_of(d + 2 * N * w, v_dim, v_back);
+    const auto place = [=](int n) MH_INLINE_LAMBDA { return n < 2 * N ? d + n * w : single; };
     constexpr int64_t bytes = V * w * static_cast<int64_t>(sizeof(typename E::storage));
     vec<T> acc[R][V];
 #pragma GCC unroll 8
@@ -440,14 +457,14 @@ struct decode_task {
         }
       };
       const typename E::storage* const row = v.from(k).base;
-      if constexpr (N == 0) add(0, E::widen(row));
 #pragma GCC unroll 8
       for (int n = 0; n < N; ++n) {
         vec<T> a, b;
-        E::widen_pair(row + n * 2 * w, a, b);
+        E::widen_pair(row + d + n * 2 * w, a, b);
         add(2 * n, a);
         add(2 * n + 1, b);
       }
+      if constexpr (S == 1) add(2 * N, E::widen(row + single));
     }
     if (direct) {
       finite_check<T> finite;
@@ -457,7 +474,7 @@ struct decode_task {
         for (int n = 0; n < V; ++n) {
           const vec<T> x = acc[r][n] * vec<T>(factors[first_row + r]);
           finite.see(x);
-          store<T>(places[first_row + r] + at_dim + n * w, x);
+          store<T>(places[first_row + r] + place(n), x);
         }
       }
       zeros = zeros + finite.sum();
@@ -483,17 +500,32 @@ struct decode_task {
     constexpr int64_t size = sizeof(typename E::storage);
     const T* p = scores + r * width + first;
     int64_t d = 0;
-    const auto add = [&]<int Pairs>(int64_t at_dim) MH_INLINE_LAMBDA {
-      add_values<Careful, R, Pairs, For>(v.from(0, at_dim), keys, r, p, d, at_dim, of, next.from(0, d * size));
+    const auto add = [&]<int Pairs, int Single>() MH_INLINE_LAMBDA {
+      add_values<Careful, R, Pairs, Single, For>(v, keys, r, p, d, of, next.from(0, d * size));
+      d += (2 * Pairs + Single) * w;
     };
-    for (; d + step <= v_pairs; d += step) add.template operator()<N>(d);
+    // Up to two rows, of few vectors: in one pass what would else be two, in which each waits for its own sums. Not for more pairs
+    // with a single vector (heads of 112 and 144 floats of 16 lanes): each adds 2 % to the library's code.
+    if constexpr (R <= 2 && !Careful) {
+      if (v_dim - v_pairs == w) {
+        if (v_pairs == 2 * w) return add.template operator()<1, 1>();
+        if (N >= 2 && v_pairs == 4 * w) return add.template operator()<min_of(N, 2), 1>();
+        if constexpr (N >= 4 && w < 16) {
+          if (v_pairs == 8 * w) return add.template operator()<4, 1>();
+        }
+      }
+      if constexpr (N > 3) {
+        if (v_pairs == 6 * w) add.template operator()<3, 0>();
+      }
+    }
+    while (d + step <= v_pairs) add.template operator()<N, 0>();
     if constexpr (N > 2) {
-      for (; d + 4 * w <= v_pairs; d += 4 * w) add.template operator()<2>(d);
+      while (d + 4 * w <= v_pairs) add.template operator()<2, 0>();
     }
     if constexpr (N > 1) {
-      for (; d + 2 * w <= v_pairs; d += 2 * w) add.template operator()<1>(d);
+      while (d + 2 * w <= v_pairs) add.template operator()<1, 0>();
     }
-    for (; d < v_dim; d += w) add.template operator()<0>(place_of(d, v_dim, v_back));
+    while (d < v_dim) add.template operator()<0, 1>();
   }
 
   template <bool Careful, int R, asks For, class E>
