@@ -107,10 +107,12 @@ void crew::serve() {
     if (job != mine.done && is_for(job, own)) {
       mine.in.store(job);
       const bool is_in = job_.load() == job;
-      if (is_in) fn_(arg_, own);
+      if (is_in) {
+        fn_(arg_, own);
+        mine.done = job;
+      }
       mine.in.store(0, std::memory_order_release);
       if (!is_in) continue;
-      mine.done = job;
       last_call = clock::now();
       if (last_call - begin > shift) break;
     } else if (looks % 32 == 0 && (dismissed_.load(std::memory_order_relaxed) || clock::now() - last_call > patience)) {

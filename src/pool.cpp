@@ -91,15 +91,16 @@ class place {
       engaged_ = false;
       follows_ = 0;
     }
-    follows_ = alone && clock::now() - ended_ < crew::patience ? follows_ + 1 : 0;
+    follows_ = alone && clock::now() - ended_ < crew::patience ? std::min(follows_ + 1, many_calls) : 0;
     if (follows_ < many_calls || !may_have(members_ + 1)) return false;
     if (crew_ == nullptr) crew_ = std::make_shared<crew>(members_);
     crew_->engage();
     return engaged_ = true;
   }
 
-  // Members, as many as there is memory for.
+  // Members, as many as there is memory for, unless the host allows fewer threads by now.
   void send(int64_t members) noexcept {
+    if (members > 0 && !may_have(members_ + 1)) return crew_->not_sent(members);
     const auto serve = [crew = crew_] { crew->serve(); };
     for (; members > 0; --members) {
       try {

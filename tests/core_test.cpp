@@ -1152,6 +1152,17 @@ TEST_CASE("calls that follow each other closely, of one thread and of several") 
   check_same_bits_on(2);
 }
 
+TEST_CASE("a host that lets oneTBB have one thread") {
+  const auto all_is_done = [] {
+    for (int i = 0; i < 100; ++i) check_parallel_for(2 + i, exec_of(2), i % 2 == 0);
+    check_same_bits_on(2);
+  };
+  all_is_done();  // threads may stand by
+  const tbb::global_control one(tbb::global_control::max_allowed_parallelism, 1);
+  all_is_done();
+  std::thread(all_is_done).join();
+}
+
 TEST_CASE("fewer threads than oneTBB has are numbered too") {
   const int all = tbb::this_task_arena::max_concurrency();
   for (const int threads : {all - 1, (all + 1) / 2}) {

@@ -32,8 +32,8 @@ struct decode_task {
   // key (else), a pair or one of the other: of 32 registers 16 + 8 + 2 for 4 rows, of 16 8 + 4 + 1.
   static constexpr bool many_registers = max_panel_vectors == 3;
   static constexpr int dots = many_registers ? 16 : 8;
-  // Values: R rows x pairs of vectors of accumulators, R weights, a pair: of 32 registers 16 + 4 + 2, of 16 8 + 4 + 2. One
-  // row: as many as hide the latency of a sum.
+  // Values: R rows x pairs of vectors of accumulators, R weights, a pair: of 32 registers 16 + 4 + 2, of 16 8 + 4 + 2, with a
+  // single vector, too, for two rows 18 + 2 + 2 and 10 + 2 + 2. One row: as many as hide the latency of a sum.
   template <int R>
   static constexpr int pairs_of = min_of(4, (many_registers ? 8 : 4) / R);
 
@@ -376,7 +376,8 @@ struct decode_task {
         });
       }
     }
-    // The same tree of additions for fewer keys, its branches the same one: each is done once.
+    // sums_of takes whole vectors: fewer keys come several times over. A sum is added up as ever, and the compiler does once what
+    // is the same.
     constexpr int of_row = dots / R;
     vec<T> all[dots];
 #pragma GCC unroll 16
@@ -504,12 +505,13 @@ struct decode_task {
       add_values<Careful, R, Pairs, Single, For>(v, keys, r, p, d, of, next.from(0, d * size));
       d += (2 * Pairs + Single) * w;
     };
-    // Up to two rows, of few vectors: in one pass what would else be two, in which each waits for its own sums. Not for more pairs
-    // with a single vector (heads of 112 and 144 floats of 16 lanes): each adds 2 % to the library's code.
+    // Up to two rows, of few vectors: in one pass what would else be two, in which each waits for its own sums. Three
+    // pairs with a single vector stay two passes, four with one of 16 lanes, too (heads of 112 and 144): each adds 2 % to the
+    // library's code.
     if constexpr (R <= 2 && !Careful) {
       if (v_dim - v_pairs == w) {
         if (v_pairs == 2 * w) return add.template operator()<1, 1>();
-        if (N >= 2 && v_pairs == 4 * w) return add.template operator()<min_of(N, 2), 1>();
+        if (v_pairs == 4 * w) return add.template operator()<2, 1>();
         if constexpr (N >= 4 && w < 16) {
           if (v_pairs == 8 * w) return add.template operator()<4, 1>();
         }
