@@ -124,12 +124,14 @@ class place {
     // Isolated: while this thread waits it must not pick up some other task of the host, which may hold or want its
     // locks.
     tbb::this_task_arena::isolate([&] {
-      std::atomic<uint64_t> came{0};  // a bit for each of the first 64
-      const auto call = [&came, fn, arg](int64_t i) {
-        came.fetch_or(uint64_t{1} << tbb::this_task_arena::current_thread_index() % 64, std::memory_order_relaxed);
+      const bool counts = tbb::this_task_arena::max_concurrency() > 2;  // of two threads each gets a call any way
+      std::atomic<uint64_t> came{0};                                    // a bit for each of the first 64
+      const auto call = [&came, counts, fn, arg](int64_t i) {
+        if (counts)
+          came.fetch_or(uint64_t{1} << tbb::this_task_arena::current_thread_index() % 64, std::memory_order_relaxed);
         fn(arg, i);
       };
-      if (tbb::this_task_arena::max_concurrency() > 2 && (most_come_ || ++calls_ % 16 == 0)) {
+      if (counts && (most_come_ || ++calls_ % 16 == 0)) {
         tbb::parallel_for(int64_t{0}, n, call, tbb::static_partitioner());
       } else {
         tbb::parallel_for(int64_t{0}, n, call, tbb::simple_partitioner());

@@ -18,9 +18,9 @@ int64_t usable_threads(const mh_exec& exec);
 // called does all there is to do. Returns when all have returned.
 void spread(int64_t n, const mh_exec& exec, mh_task_fn fn, void* arg);
 
-// Within fn(arg, i) of n calls: a number for its thread, the same in every spread of n, as a rule: where n is all of the arena's
-// threads the thread's own, else i, as oneTBB's come to calls in order once they have found them so, and a host's are taken to. Nothing but speed
-// depends on it.
+// Within fn(arg, i) of n calls: a number for its thread, as a rule the same in every spread of n. Where n is all of the arena's
+// threads it is the thread's own, else i, as oneTBB's threads come to the same calls once these are laid before them, and a
+// host's are taken to. Nothing but speed depends on it.
 int64_t thread_number(int64_t i, int64_t n, const mh_exec& exec);
 
 }  // namespace manyhead
