@@ -9,6 +9,7 @@
 #include <cstring>
 #include <exception>
 #include <new>
+#include <optional>
 #include <stdexcept>
 #include <string>
 
@@ -36,6 +37,7 @@ using manyhead::check_at_least;
 using manyhead::check_zero;
 using manyhead::fail;
 using manyhead::invalid;
+using manyhead::is_of_this_version;
 using manyhead::read_struct;
 
 thread_local char last_error[1024];  // fixed, so that reporting "out of memory" needs none
@@ -84,25 +86,50 @@ manyhead::plan make_plan(const mh_problem* problem) {
 }
 
 // The plan of a single call: that of this thread's last one, where nothing has changed that plans depend on. Planning takes
-// as long as attending to ten keys. A copy, as a host's pool may make other calls on this thread while this one runs.
-manyhead::plan plan_of_call(const mh_problem* problem) {
+// as long as attending to ten keys. One of its own while the last one runs: a host's pool may make other calls on its thread.
+class plan_of_call {
+ public:
+  explicit plan_of_call(const mh_problem* problem) {
+    if (problem == nullptr) invalid("problem is NULL");
+    const manyhead::kernel_table& table = isa_of_new_plans();
+    mh_problem read;
+    const mh_problem* asked = problem;
+    if (!is_of_this_version(problem)) {
+      read = read_struct(problem, offsetof(mh_problem, q_strides), "problem");
+      asked = &read;
+    }
+    thread_local last_plan last;
+    if (last.table != &table || std::memcmp(asked, &last.problem, sizeof *asked) != 0) {
+      if (last.runs > 0) {
+        own_.emplace(make_plan(asked));
+        return;
+      }
+      last.table = nullptr;  // should planning fail
+      last.plan = make_plan(asked);
+      last.problem = *asked;
+      last.table = &table;
+    }
+    last_ = &last;
+    ++last.runs;
+  }
+  ~plan_of_call() {
+    if (last_ != nullptr) --last_->runs;
+  }
+  plan_of_call(const plan_of_call&) = delete;
+  plan_of_call& operator=(const plan_of_call&) = delete;
+
+  const manyhead::plan& get() const { return last_ != nullptr ? last_->plan : *own_; }
+
+ private:
   struct last_plan {
     mh_problem problem{};
     const manyhead::kernel_table* table = nullptr;
     manyhead::plan plan{};
+    int runs = 0;  // at this moment, one inside the other
   };
-  thread_local last_plan last;
-  if (problem == nullptr) invalid("problem is NULL");
-  const mh_problem asked = read_struct(problem, offsetof(mh_problem, q_strides), "problem");
-  const manyhead::kernel_table& table = isa_of_new_plans();
-  if (last.table != &table || std::memcmp(&asked, &last.problem, sizeof asked) != 0) {
-    last.table = nullptr;  // should planning fail
-    last.plan = make_plan(&asked);
-    last.problem = asked;
-    last.table = &table;
-  }
-  return last.plan;
-}
+  last_plan* last_ = nullptr;
+  std::optional<manyhead::plan> own_;
+};
 
 mh_exec read_exec(const mh_exec* user) {
   mh_exec exec = {};
@@ -280,7 +307,7 @@ mh_status mh_plan_run(const mh_plan* plan, const mh_tensors* tensors, const mh_e
 }
 
 mh_status mh_attention(const mh_problem* problem, const mh_tensors* tensors, const mh_exec* exec) {
-  return guarded([&] { run(plan_of_call(problem), tensors, exec); });
+  return guarded([&] { run(plan_of_call(problem).get(), tensors, exec); });
 }
 
 mh_status mh_plan_describe(const mh_plan* plan, int32_t format, char* buffer, size_t size, size_t* needed) {

@@ -56,10 +56,20 @@ void check_at_least(const char* name, int64_t value, int64_t least);
 // something unknown here: MH_UNSUPPORTED.
 void read_bytes(void* to, size_t size, size_t least, const void* from, const char* name);
 template <typename Struct>
+bool is_of_this_version(const Struct* user) noexcept {  // as nearly all are
+  size_t given = 0;
+  if (user != nullptr) std::memcpy(&given, user, sizeof given);
+  return given == sizeof *user;
+}
+template <typename Struct>
 Struct read_struct(const Struct* user, size_t least, const char* name) {
   Struct mine;
-  read_bytes(&mine, sizeof mine, least, user, name);
-  mine.struct_size = sizeof mine;
+  if (is_of_this_version(user)) {
+    std::memcpy(&mine, user, sizeof mine);
+  } else {
+    read_bytes(&mine, sizeof mine, least, user, name);
+    mine.struct_size = sizeof mine;
+  }
   return mine;
 }
 

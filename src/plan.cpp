@@ -493,6 +493,7 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cp
                           ? round_up(p.batch * p.heads * plan.second_row_blocks * p.kv_len * real, 64)
                           : 0;
   plan.shared_bytes = plan.partial_out_bytes + plan.partial_state_bytes + plan.row_state_bytes + plan.column_bytes;
+  plan.alone = cut_for(plan, 1);
   return plan;
 }
 

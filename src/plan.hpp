@@ -14,6 +14,21 @@ namespace manyhead {
 enum class cpu_core : int32_t;
 struct machine;
 
+// How the first pass of a plan is cut into tasks for a number of workers (schedule.hpp).
+struct task_cut {
+  int64_t together;         // kv heads of a task, but for the last of a batch entry
+  int64_t entry_heads;      // of a batch entry, so many together counting as one
+  int64_t heads;            // of all batch entries
+  int64_t piece_rows;       // rows of a task, but for the last of a block
+  int64_t block_pieces;     // tasks of a whole row block and chunk
+  int64_t last_pieces;      // of the last row block and chunk
+  int64_t head_pieces;      // into how many pieces its rows are cut
+  int64_t head_tasks;       // tasks of a batch entry and kv head: pieces times chunks
+  int64_t interleaved = 1;  // the last so many heads are taken together, longest tasks of all of them first
+  bool in_shares;
+  bool last_longest;  // the last rows attend most keys
+};
+
 struct plan {
   problem p;
   const kernel_table* table;
@@ -47,6 +62,7 @@ struct plan {
 
   double expected_us;  // how long one thread takes at most
   kernel_call call;    // what kernels are told of it; pointers are NULL
+  task_cut alone;      // for one worker
 
   int64_t lanes() const { return table->lanes / (p.is_f64() ? 2 : 1); }  // of a vector, in the arithmetic type
   // Sooner done by one thread than a second one is awake, which costs 3 to 100 microseconds.

@@ -179,12 +179,15 @@ void check_positions(problem& p) {
   }
 }
 
-problem::extent extent_of(const array& a, bool output) {
-  if (is_empty(a)) return {};
-  problem::extent x{0, 0, static_cast<int32_t>(a.element), output ? 1 : 0};
-  reach(a, x.begin, x.end);  // check_strides: without overflow
-  x.end += a.element;
-  return x;
+// The extents of outputs, or of inputs, which check_strides has found to be without overflow.
+void add_extents(problem& p, const operand_list& list, bool outputs) {
+  for (const operand& o : list.items) {
+    if (o.output != outputs || !o.present(p) || is_empty(o.a)) continue;
+    problem::extent& x = p.extents[p.extent_count++];
+    x = {0, 0, static_cast<int32_t>(&o - list.items), static_cast<int32_t>(o.a.element)};
+    reach(o.a, x.begin, x.end);
+    x.end += o.a.element;
+  }
 }
 
 void check_arrays(problem& p) {
@@ -208,9 +211,11 @@ void check_arrays(problem& p) {
       std::copy_n(o.a.strides, o.a.rank, own);
     }
     check_strides(o.a);
-    p.extents[&o - list.items] = extent_of(o.a, o.output);
     if (o.output) check_distinct(o.a);
   }
+  add_extents(p, list, true);
+  p.output_count = p.extent_count;
+  add_extents(p, list, false);
   if (!p.has_input(MH_INPUT_ALIBI)) p.alibi_batch_stride = 0;
   p.flags |= MH_FLAG_STRIDES;
 }
@@ -255,29 +260,30 @@ void check_pointers(const problem& p, const mh_tensors& t) {
 // aligned where there are bytes, NULL elsewhere, and outputs whose range of addresses is no other's. The checks that
 // say what is wrong, and find holes in ranges, take most of a microsecond.
 bool plainly_good(const problem& p, const mh_tensors& t) noexcept {
-  uintptr_t address[operand_count];
-  static_assert(sizeof t == sizeof t.struct_size + sizeof address);
-  std::memcpy(address, static_cast<const void*>(&t.q), sizeof address);
+  static_assert(sizeof t == sizeof t.struct_size + operand_count * sizeof(void*));
+  // One by one: t was just written by vectors, from which a load of parts of two would wait.
+  const auto address_at = [&t](int place) {
+    uintptr_t address;
+    std::memcpy(&address, reinterpret_cast<const char*>(&t) + sizeof t.struct_size + place * sizeof address,
+                sizeof address);
+    return address;
+  };
+  int given = 0;
+#pragma GCC unroll 16
+  for (int i = 0; i < operand_count; ++i) given += address_at(i) != 0;
+  if (given != p.extent_count) return false;
   struct {
     uintptr_t begin, end;
   } range[operand_count];
-  int count = 0, outputs = 0;  // of those there are; outputs come first
-  for (int i = 0; i < operand_count; ++i) {
+  for (int i = 0; i < p.extent_count; ++i) {
     const problem::extent& x = p.extents[i];
-    if (x.begin == x.end) {
-      if (address[i] != 0) return false;
-      continue;
-    }
-    const uintptr_t begin = address[i] + static_cast<uintptr_t>(x.begin);
-    const uintptr_t end = address[i] + static_cast<uintptr_t>(x.end);
-    if (address[i] == 0 || (address[i] & (static_cast<uintptr_t>(x.element) - 1)) != 0) return false;
-    if (begin > address[i] || end <= address[i]) return false;  // leaves the address space
-    range[count] = {begin, end};
-    if (x.output != 0) std::swap(range[outputs++], range[count]);
-    ++count;
+    const uintptr_t address = address_at(x.place);
+    if (address == 0 || (address & (static_cast<uintptr_t>(x.element) - 1)) != 0) return false;
+    range[i] = {address + static_cast<uintptr_t>(x.begin), address + static_cast<uintptr_t>(x.end)};
+    if (range[i].begin > address || range[i].end <= address) return false;  // leaves the address space
   }
-  for (int i = 0; i < outputs; ++i) {
-    for (int j = i + 1; j < count; ++j) {
+  for (int i = 0; i < p.output_count; ++i) {
+    for (int j = i + 1; j < p.extent_count; ++j) {
       if (range[i].begin < range[j].end && range[j].begin < range[i].end) return false;
     }
   }

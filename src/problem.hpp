@@ -13,13 +13,14 @@ struct problem : mh_problem {
   // biases and seqused_k describe the others. Used by the multi-head layer's bias_k and add_zero_attn; 0 for C callers.
   int64_t extra_keys = 0;
 
-  // Where the bytes of each tensor lie, by its place among the pointers of mh_tensors: from its first element, the lowest
-  // one and the end of the highest one. Both 0 for tensors that the problem lacks and for empty ones.
+  // Where the bytes of each tensor lie that the problem has and that is not empty, outputs first: from its first element, the
+  // lowest one and the end of the highest one.
   struct extent {
     int64_t begin, end;
+    int32_t place;    // among the pointers of mh_tensors
     int32_t element;  // bytes
-    int32_t output;   // 1: it is written
   } extents[16] = {};
+  int32_t extent_count = 0, output_count = 0;
 
   bool is_f64() const noexcept { return dtype == MH_DTYPE_F64; }
   bool has_input(uint32_t bit) const noexcept { return (inputs & bit) != 0; }

@@ -117,9 +117,11 @@ bool isa_supported(int32_t isa) noexcept {
 }
 
 const kernel_table& current_isa() {
-  const std::string& request = this_machine().isa_request;
-  // Looked up even where set_isa overrules it: a wrong MH_ISA is never passed over.
-  const int32_t requested = request.empty() ? automatic : find("the environment variable MH_ISA", request);
+  // Looked up even where set_isa overrules it: a wrong MH_ISA is never passed over, by no call, as what throws is tried again.
+  static const int32_t requested = [] {
+    const std::string& request = this_machine().isa_request;
+    return request.empty() ? automatic : find("the environment variable MH_ISA", request);
+  }();
   const int32_t set = forced.load(std::memory_order_relaxed);
   const int32_t wanted = set == unset ? requested : set;
   if (wanted >= 0) return row(wanted).table;

@@ -51,81 +51,88 @@ division divide(int64_t n, int64_t by) {  // n >= 0
 // Into how many tasks a block of rows is cut.
 int64_t pieces_of(int64_t rows, int64_t piece_rows) { return std::max<int64_t>(blocks(rows, piece_rows), 1); }
 
+// Whether workers get as many of them each, within a twentieth.
+bool is_level(int64_t tasks, int64_t workers) { return blocks(tasks, workers) * workers * 20 <= tasks * 21; }
+
 }  // namespace
 
-schedule::schedule(const plan& plan, int64_t workers) : plan_(plan), workers_(std::max<int64_t>(workers, 1)) {
+task_cut cut_for(const plan& plan, int64_t workers) {
+  task_cut c{};
   const int64_t kv_heads = plan.p.kv_heads;
   const int64_t parts_per_worker = plan.turns ? 1 : heads_per_worker;
-  const int64_t fair_heads = divide(plan.p.batch * kv_heads * plan.chunks, parts_per_worker * workers_).quotient;
-  const int64_t at_once = workers_ == 1 ? plan.heads_at_once : std::clamp<int64_t>(fair_heads, 1, plan.heads_at_once);
+  const int64_t fair_heads = divide(plan.p.batch * kv_heads * plan.chunks, parts_per_worker * workers).quotient;
+  const int64_t at_once = workers == 1 ? plan.heads_at_once : std::clamp<int64_t>(fair_heads, 1, plan.heads_at_once);
   int64_t parts = blocks(kv_heads, at_once);
   const auto levels = [&](int64_t n) {
-    return is_level(plan.p.batch * plan.chunks * blocks(kv_heads, blocks(kv_heads, n)));
+    return is_level(plan.p.batch * plan.chunks * blocks(kv_heads, blocks(kv_heads, n)), workers);
   };
-  for (int64_t n = parts; plan.turns && workers_ > 1 && n <= std::min(4 * parts, kv_heads); ++n) {
+  for (int64_t n = parts; plan.turns && workers > 1 && n <= std::min(4 * parts, kv_heads); ++n) {
     if (!levels(n)) continue;
     parts = n;
     break;
   }
-  together_ = blocks(kv_heads, parts);
-  entry_heads_ = blocks(kv_heads, together_);
-  heads_ = plan.p.batch * entry_heads_;
+  c.together = blocks(kv_heads, parts);
+  c.entry_heads = blocks(kv_heads, c.together);
+  c.heads = plan.p.batch * c.entry_heads;
   const int64_t rows = plan.p.group() * plan.p.q_len - plan.last_rows, panel = plan.panel_rows;
-  const int64_t all_panels = heads_ * blocks(rows, panel) * plan.chunks;
+  const int64_t all_panels = c.heads * blocks(rows, panel) * plan.chunks;
   const int64_t block_panels = blocks(plan.block_q, panel);
   const auto cut = [&](int64_t most) {
-    piece_rows_ = panel * blocks(block_panels, blocks(block_panels, std::clamp<int64_t>(most, 1, block_panels)));
-    block_pieces_ = pieces_of(plan.block_q, piece_rows_);
-    last_pieces_ = pieces_of(rows - (plan.row_blocks - 1) * plan.block_q, piece_rows_);
-    head_pieces_ = rows == 0 ? 0 : (plan.row_blocks - 1) * block_pieces_ + last_pieces_;
-    head_tasks_ = head_pieces_ * plan.chunks;
+    c.piece_rows = panel * blocks(block_panels, blocks(block_panels, std::clamp<int64_t>(most, 1, block_panels)));
+    c.block_pieces = pieces_of(plan.block_q, c.piece_rows);
+    c.last_pieces = pieces_of(rows - (plan.row_blocks - 1) * plan.block_q, c.piece_rows);
+    c.head_pieces = rows == 0 ? 0 : (plan.row_blocks - 1) * c.block_pieces + c.last_pieces;
+    c.head_tasks = c.head_pieces * plan.chunks;
   };
-  const int64_t fair = divide(all_panels, panels_per_worker * workers_).quotient;
+  const int64_t fair = divide(all_panels, panels_per_worker * workers).quotient;
   const auto together = [&](const grain& g) {
-    return std::max(fair, std::min(g.panels, all_panels / (g.tasks_per_worker * workers_)));
+    return std::max(fair, std::min(g.panels, all_panels / (g.tasks_per_worker * workers)));
   };
   const bool brings_tiles = plan.kernel == route_matrix || plan.copy_kv;
-  cut(workers_ == 1 ? block_panels : brings_tiles ? together(coarse) : fair);
-  if (workers_ > 1 && brings_tiles && !is_level(tasks())) cut(together(fine));
-  last_longest_ = plan.p.causal || plan.p.window_right >= 0;
+  cut(workers == 1 ? block_panels : brings_tiles ? together(coarse) : fair);
+  if (workers > 1 && brings_tiles && !is_level(c.heads * c.head_tasks, workers)) cut(together(fine));
+  c.last_longest = plan.p.causal || plan.p.window_right >= 0;
   const bool even = has_even_rows(plan.p);
-  in_shares_ = workers_ > 1 && workers_ >= plan.share_threads &&
-               (even || (heads_ >= heads_of_share * workers_ && is_level(heads_)));
+  c.in_shares = workers > 1 && workers >= plan.share_threads &&
+                (even || (c.heads >= heads_of_share * workers && is_level(c.heads, workers)));
   const auto alike = [&] {
-    return even && plan.block_q % piece_rows_ == 0 && rows % piece_rows_ == 0 &&
+    return even && plan.block_q % c.piece_rows == 0 && rows % c.piece_rows == 0 &&
            (plan.chunks <= 1 || plan.p.kv_len % plan.chunk_keys == 0);
   };
-  if (workers_ > 1 && head_tasks_ > 0 && !alike() && (even || !in_shares_))
-    interleaved_ =
-        std::clamp<int64_t>(blocks(last_tasks_per_worker * workers_, head_tasks_), 1, std::max<int64_t>(heads_, 1));
+  if (workers > 1 && c.head_tasks > 0 && !alike() && (even || !c.in_shares))
+    c.interleaved =
+        std::clamp<int64_t>(blocks(last_tasks_per_worker * workers, c.head_tasks), 1, std::max<int64_t>(c.heads, 1));
+  return c;
 }
 
-// Whether workers get as many of them each, within a twentieth.
-bool schedule::is_level(int64_t tasks) const { return blocks(tasks, workers_) * workers_ * 20 <= tasks * 21; }
+schedule::schedule(const plan& plan, int64_t workers)
+    : plan_(plan),
+      workers_(std::max<int64_t>(workers, 1)),
+      cut_(workers_ == 1 ? plan.alone : cut_for(plan, workers_)) {}
 
 schedule::place schedule::place_of(int64_t index) const {
-  const int64_t first = (heads_ - interleaved_) * head_tasks_;
-  if (index < first || interleaved_ == 1) {
-    const division at = divide(index, head_tasks_);
+  const int64_t first = (cut_.heads - cut_.interleaved) * cut_.head_tasks;
+  if (index < first || cut_.interleaved == 1) {
+    const division at = divide(index, cut_.head_tasks);
     return {at.quotient, at.rest};
   }
-  const division at = divide(index - first, interleaved_);
-  return {heads_ - interleaved_ + at.rest, at.quotient};
+  const division at = divide(index - first, cut_.interleaved);
+  return {cut_.heads - cut_.interleaved + at.rest, at.quotient};
 }
 
 void schedule::put_rows(int64_t position, kernel_task& t) const {
   t.chunk = plan_.chunks > 1 ? position % plan_.chunks : 0;
   int64_t piece = plan_.chunks > 1 ? position / plan_.chunks : position;
-  if (last_longest_) piece = head_pieces_ - 1 - piece;
-  t.row_block = plan_.row_blocks > 1 ? std::min(piece / block_pieces_, plan_.row_blocks - 1) : 0;
-  piece -= t.row_block * block_pieces_;
+  if (cut_.last_longest) piece = cut_.head_pieces - 1 - piece;
+  t.row_block = plan_.row_blocks > 1 ? std::min(piece / cut_.block_pieces, plan_.row_blocks - 1) : 0;
+  piece -= t.row_block * cut_.block_pieces;
   const int64_t block_begin = t.row_block * plan_.block_q;
   const int64_t all_rows = plan_.p.group() * plan_.p.q_len, whole = all_rows - plan_.last_rows;
   const int64_t rows = std::min(plan_.block_q, whole - block_begin);
   // Kernels whose widest panel is three vectors cut the last four vectors of rows into two and two (panel_vectors):
   // where a border would leave one vector, it lies one vector before.
   const auto border = [&](int64_t i) {
-    const int64_t lanes = plan_.lanes(), at = i * piece_rows_;
+    const int64_t lanes = plan_.lanes(), at = i * cut_.piece_rows;
     const bool one_left = i > 0 && at < rows && rows - at <= lanes && plan_.panel_rows == 3 * lanes;
     return std::min(rows, one_left ? at - lanes : at);
   };
@@ -135,10 +142,10 @@ void schedule::put_rows(int64_t position, kernel_task& t) const {
 }
 
 void schedule::put_heads(int64_t head, kernel_task& t) const {
-  const division at = divide(head, entry_heads_);
+  const division at = divide(head, cut_.entry_heads);
   t.batch = at.quotient;
-  t.kv_head_begin = at.rest * together_;
-  t.kv_head_end = std::min(t.kv_head_begin + together_, plan_.p.kv_heads);
+  t.kv_head_begin = at.rest * cut_.together;
+  t.kv_head_end = std::min(t.kv_head_begin + cut_.together, plan_.p.kv_heads);
 }
 
 kernel_task schedule::at(int64_t index) const {
@@ -172,7 +179,7 @@ double schedule::cost_of(int64_t position) const {
 
 std::vector<double> schedule::costs() const {
   std::vector<double> of_head, all;
-  for (int64_t i = 0; i < head_tasks_; ++i) of_head.push_back(cost_of(i));
+  for (int64_t i = 0; i < cut_.head_tasks; ++i) of_head.push_back(cost_of(i));
   for (int64_t i = 0; i < tasks(); ++i) {
     const place at = place_of(i);
     kernel_task t{};
@@ -186,11 +193,11 @@ double schedule::balance() const {
   if (tasks() == 0 || workers_ == 1) return 1;
   if (tasks() > most_played) {
     double longest = 0, sum = 0;
-    const int64_t step = head_tasks_ / most_played + 1;  // of very many tasks one stands for its neighbours
-    for (int64_t i = 0; i < head_tasks_; i += step) {
+    const int64_t step = cut_.head_tasks / most_played + 1;  // of very many tasks one stands for its neighbours
+    for (int64_t i = 0; i < cut_.head_tasks; i += step) {
       const double cost = cost_of(i);
-      longest = std::max(longest, cost * static_cast<double>(together_));
-      sum += cost * static_cast<double>(plan_.p.batch * plan_.p.kv_heads * std::min(step, head_tasks_ - i));
+      longest = std::max(longest, cost * static_cast<double>(cut_.together));
+      sum += cost * static_cast<double>(plan_.p.batch * plan_.p.kv_heads * std::min(step, cut_.head_tasks - i));
     }
     return 1 + longest * static_cast<double>(workers_ - 1) / sum;
   }

@@ -9,13 +9,15 @@
 
 namespace manyhead {
 
+task_cut cut_for(const plan& plan, int64_t workers);
+
 class schedule {
  public:
   schedule(const plan& plan, int64_t workers);
 
-  int64_t tasks() const { return heads_ * head_tasks_; }
-  bool in_shares() const { return in_shares_; }  // whether each worker has a share of its own (deal.hpp)
-  kernel_task at(int64_t index) const;           // the task that is taken as number index, without scratch
+  int64_t tasks() const { return cut_.heads * cut_.head_tasks; }
+  bool in_shares() const { return cut_.in_shares; }  // whether each worker has a share of its own (deal.hpp)
+  kernel_task at(int64_t index) const;               // the task that is taken as number index, without scratch
 
   // The share of the busiest worker over the mean, where each worker takes the next task when it has done its last one
   // and time is cost, shares or not. 1 = perfect. Lengths in memory are not known: as if full.
@@ -34,21 +36,10 @@ class schedule {
   void put_rows(int64_t position, kernel_task& t) const;
   void put_heads(int64_t head, kernel_task& t) const;
   double cost_of(int64_t position) const;  // for one kv head
-  bool is_level(int64_t tasks) const;
 
   const plan& plan_;
   int64_t workers_;
-  int64_t together_;         // kv heads of a task, but for the last of a batch entry
-  int64_t entry_heads_;      // of a batch entry, so many together counting as one
-  int64_t heads_;            // of all batch entries
-  int64_t piece_rows_;       // rows of a task, but for the last of a block
-  int64_t block_pieces_;     // tasks of a whole row block and chunk
-  int64_t last_pieces_;      // of the last row block and chunk
-  int64_t head_pieces_;      // into how many pieces its rows are cut
-  int64_t head_tasks_;       // tasks of a batch entry and kv head: pieces times chunks
-  int64_t interleaved_ = 1;  // the last so many heads are taken together, longest tasks of all of them first
-  bool in_shares_;
-  bool last_longest_;  // the last rows attend most keys
+  task_cut cut_;
 };
 
 // The most tasks that a plan can be cut into.
