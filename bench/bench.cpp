@@ -26,6 +26,8 @@
 
 #if MH_WITH_BLAS
 #include <cblas.h>
+
+#include "openblas_core.hpp"
 #endif
 
 namespace {
@@ -500,6 +502,9 @@ bool make_row(const workload& w, int32_t dtype, const char* isa, row& r, std::st
 }  // namespace
 
 int main(int argc, char** argv) {
+#if MH_WITH_BLAS
+  openblas_core::start_with_best(argv);
+#endif
   benchmark::Initialize(&argc, argv);
   if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;
   const std::vector<workload> workloads = read_rows<workload>(MH_WORKLOADS_FILE);

@@ -1,5 +1,6 @@
 // Is manyhead anywhere slower than the plain composition (plain.hpp)? Many shapes, drawn from lists of lengths, sizes
 // and layouts by a fixed sequence, each checked and then timed against the composition in turn. Prints the worst.
+#include <cblas.h>
 #include <getopt.h>
 #include <manyhead/manyhead.h>
 
@@ -15,6 +16,7 @@
 #include "alternate.hpp"
 #include "arguments.hpp"
 #include "buffer.hpp"
+#include "openblas_core.hpp"
 #include "plain.hpp"
 
 namespace {
@@ -200,6 +202,7 @@ options read_options(int argc, char** argv) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  openblas_core::start_with_best(argv);
   const options o = read_options(argc, argv);
   drawing draw(o.seed);
   std::vector<result> results;
@@ -213,8 +216,8 @@ int main(int argc, char** argv) {
   double logs = 0;
   for (const result& r : results) logs += std::log(r.ratio());
   const auto slower = std::count_if(results.begin(), results.end(), [](const result& r) { return r.ratio() < 1; });
-  std::printf("\nThe worst of %d shapes (isa %s, %d threads), microseconds of a call:\n%s\n", o.shapes,
-              mh_isa_current(), o.threads, head);
+  std::printf("\nThe worst of %d shapes (isa %s, OpenBLAS for %s, %d threads), microseconds of a call:\n%s\n", o.shapes,
+              mh_isa_current(), openblas_get_corename(), o.threads, head);
   for (std::size_t i = 0; i < std::min<std::size_t>(10, results.size()); ++i) print(results[i]);
   std::printf("\nworst ratio %.2f (%s), geometric mean %.2f, slower than plain: %d of %d\n", results[0].ratio(),
               results[0].text.c_str(), std::exp(logs / o.shapes), static_cast<int>(slower), o.shapes);

@@ -9,7 +9,7 @@ attention weights. `True` in a boolean mask means "may attend" everywhere but in
 `manyhead --help`, or `python -m manyhead --help`, lists commands.
 """
 
-from ._attention import Plan, attention, plan
+from ._attention import BoundPlan, Plan, attention, plan
 from ._heads import show_heads
 from ._layer import MultiHeadAttention
 from ._library import Error, __version__
@@ -18,6 +18,7 @@ from ._profile import Profile, profile
 from ._runtime import isa, isas, machine, set_isa, set_threads, threads, version
 
 __all__ = [
+    "BoundPlan",
     "Error",
     "MultiHeadAttention",
     "Plan",

@@ -69,7 +69,7 @@ def writable(x: Any, name: str) -> np.ndarray:
     """An output that the caller gave: its memory itself, never a copy."""
     if type(x) is np.ndarray and CODES[x.dtype] is not None and x.flags.behaved:  # aligned and writable
         return x
-    if type(x).__module__.split(".")[0] in ("jax", "jaxlib"):
+    if is_jax(x):
         raise TypeError(f"{name} is a JAX array, which cannot be written to")
     array = view(x, name)
     if not array.flags.writeable:
@@ -79,6 +79,18 @@ def writable(x: Any, name: str) -> np.ndarray:
     if not array.flags.aligned:
         raise ValueError(f"{name} is not aligned to its type ({array.dtype})")
     return array
+
+
+def is_jax(x: Any) -> bool:
+    return type(x).__module__.split(".")[0] in ("jax", "jaxlib")
+
+
+def is_in_place(x: Any, array: np.ndarray) -> bool:
+    """Whether an array that was made of x lies in its memory."""
+    if isinstance(x, (list, tuple, range)):
+        return False
+    seen = view(x, "")
+    return seen.dtype.itemsize == array.dtype.itemsize and (array.size == 0 or address(seen) == address(array))
 
 
 def view(x: Any, name: str) -> np.ndarray:

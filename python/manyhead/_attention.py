@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import json as _json
+from ctypes import byref
 from numbers import Integral
 from typing import Any
 
 import numpy as np
 
-from ._arrays import CODES, aligned_empty, element_strides, floats, integer, writable
-from ._library import lib
-from ._plan import NO_INPUTS, CPlan, Options, Shape, forget, gather, plan_for, real_type, thread_limit
+from ._arrays import (
+    CODES,
+    aligned_empty,
+    element_strides,
+    floats,
+    integer,
+    is_in_place,
+    is_jax,
+    new,
+    writable,
+)
+from ._library import lib, raise_for
+from ._plan import CPlan, Options, Shape, forget, gather, make_exec, plan_for, real_type, thread_limit
 
 forget_plans = forget
+_run = lib.mh_plan_run
 
 
 def attention(
@@ -103,19 +115,7 @@ def attention(
         offsets, q_offset = q_offset, None
     q_array, k_array, v_array = floats(q, "q"), floats(k, "k"), floats(v, "v")
     out_array = None if out is None else writable(out, "out")
-    inputs = NO_INPUTS
-    if (
-        attn_mask is not None
-        or attn_bias is not None
-        or key_mask is not None
-        or seqused_k is not None
-        or offsets is not None
-        or alibi_slopes is not None
-        or sinks is not None
-    ):
-        inputs = gather(
-            real_type(q_array.dtype), attn_mask, attn_bias, key_mask, seqused_k, offsets, alibi_slopes, sinks
-        )
+    inputs = gather(q_array.dtype, attn_mask, attn_bias, key_mask, seqused_k, offsets, alibi_slopes, sinks)
     plan = plan_for(
         q_array,
         k_array,
@@ -155,17 +155,69 @@ class Plan:
     ) -> Any:
         """Runs the plan. Arrays must have the shapes, strides and types that it was made for, and the same optional
         inputs must be there; otherwise ValueError says which one differs. Arguments and results as in attention."""
-        arrays = {"q": floats(q, "q"), "k": floats(k, "k"), "v": floats(v, "v")}
-        inputs = gather(self._plan.real, attn_mask, attn_bias, key_mask, seqused_k, q_offset, alibi_slopes, sinks)
+        q_array, k_array, v_array = floats(q, "q"), floats(k, "k"), floats(v, "v")
+        out_array = None if out is None else writable(out, "out")
+        inputs = gather(q_array.dtype, attn_mask, attn_bias, key_mask, seqused_k, q_offset, alibi_slopes, sinks)
+        self._check(q_array, k_array, v_array, out_array, inputs)
+        return self._plan.run(q, q_array, k_array, v_array, out, out_array, inputs, threads, workspace)
+
+    def bind(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        attn_mask: Any = None,
+        attn_bias: Any = None,
+        key_mask: Any = None,
+        seqused_k: Any = None,
+        q_offset: Any = None,
+        alibi_slopes: Any = None,
+        sinks: Any = None,
+        out: Any = None,
+        threads: int | None = None,
+        workspace: Any = None,
+    ) -> BoundPlan:
+        """The plan with the arrays of all its runs, which `bound()` reads and writes without looking at them again: a
+        small call costs half as much. What arrays hold may change between runs, say a cache and `seqused_k`; so arrays
+        that would be copied first, and JAX arrays, which never change, are refused. Arguments as in run."""
+        if is_jax(q):
+            raise TypeError("q is a JAX array, which never changes, nor can results of its kind: nothing to bind")
+        q_array, k_array, v_array = floats(q, "q"), floats(k, "k"), floats(v, "v")
+        inputs = gather(q_array.dtype, attn_mask, attn_bias, key_mask, seqused_k, q_offset, alibi_slopes, sinks)
+        arrays = {"q": q_array, "k": k_array, "v": v_array, **inputs}
+        for name, x, field in (
+            ("q", q, "q"),
+            ("k", k, "k"),
+            ("v", v, "v"),
+            ("attn_mask", attn_mask, "mask" if "mask" in inputs else "bias"),
+            ("attn_bias", attn_bias, "bias"),
+            ("key_mask", key_mask, "key_mask"),
+            ("seqused_k", seqused_k, "seqused_k"),
+            ("q_offset", q_offset, "q_offset"),
+            ("alibi_slopes", alibi_slopes, "alibi_slopes"),
+            ("sinks", sinks, "sinks"),
+        ):
+            if x is not None and not is_in_place(x, arrays[field]):
+                raise ValueError(
+                    f"{name} would be copied, as C cannot read it where it is: later changes would not count"
+                )
+        out_array = new(self._plan.out_shape, self._plan.dtype, q) if out is None else writable(out, "out")
+        self._check(q_array, k_array, v_array, out_array, inputs)
+        return BoundPlan(self._plan, q, q_array, k_array, v_array, out, out_array, inputs, threads, workspace)
+
+    def _check(
+        self, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray | None, inputs: dict[str, np.ndarray]
+    ) -> None:
+        """That arrays are like those that the plan was made for."""
         if inputs.keys() != self._inputs.keys():
             raise ValueError(f"the plan was made for the inputs {sorted(self._inputs)}, not {sorted(inputs)}")
-        for name, array in {**arrays, **inputs}.items():
-            _check_same(name, array, self._tensors[name] if name in self._tensors else self._inputs[name])
-        out_array = None if out is None else writable(out, "out")
-        if out_array is not None:
-            _check_same("out", out_array, self._tensors["out"])
-        q_array, k_array, v_array = arrays.values()
-        return self._plan.run(q, q_array, k_array, v_array, out, out_array, inputs, threads, workspace)
+        planned = self._tensors
+        for name, array in (("q", q), ("k", k), ("v", v), ("out", out)):
+            if array is not None and not planned[name].is_like(array):
+                _check_same(name, array, planned[name])
+        for name, array in inputs.items():
+            _check_same(name, array, self._inputs[name])
 
     def workspace_size(self, threads: int | None = None) -> int:
         """Bytes of workspace with which a run on at most `threads` threads allocates nothing."""
@@ -248,11 +300,51 @@ def plan(
     )
 
 
+class BoundPlan:
+    """A plan and the arrays that its runs read and write; made by Plan.bind. It keeps the arrays. Runs write the same
+    results, so it is for one thread at a time; several may have one each."""
+
+    def __init__(
+        self,
+        plan: CPlan,
+        like: Any,
+        q: np.ndarray,
+        k: np.ndarray,
+        v: np.ndarray,
+        out: Any,
+        out_array: np.ndarray,
+        inputs: dict[str, np.ndarray],
+        threads: int | None,
+        workspace: Any,
+    ) -> None:
+        tensors, extra = plan.tensors(like, q, k, v, out_array, inputs)
+        execution = None if threads is None and workspace is None else byref(make_exec(threads, workspace))
+        self._arguments = None if plan.handle is None else (plan.handle, byref(tensors), execution)
+        self._keeps = plan, q, k, v, out_array, inputs, workspace
+        self._result = plan.result(like, out, out_array, extra)
+        results = self._result if extra else (self._result,)
+        if not all(is_in_place(x, array) for x, array in zip(results, (out_array, *extra), strict=True)):
+            raise TypeError(f"results of the kind of q, {type(like).__name__}, would be copies: bind NumPy arrays")
+
+    def __call__(self) -> Any:
+        """Runs the plan. Returns what attention returns, the same object every time."""
+        if self._arguments is not None:
+            status = _run(*self._arguments)
+            if status:
+                raise_for(status)
+        return self._result
+
+
 class _Seen:
     """What a plan remembers of an array."""
 
     def __init__(self, x: Any) -> None:
         self.shape, self.strides, self.dtype = tuple(x.shape), element_strides(x), x.dtype
+        self._byte_strides = tuple(x.strides)
+
+    def is_like(self, x: np.ndarray) -> bool:
+        """False: perhaps."""
+        return x.shape == self.shape and x.strides == self._byte_strides and x.dtype == self.dtype
 
 
 def _example(x: Any, dtype: np.dtype) -> Any:

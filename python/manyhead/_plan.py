@@ -94,7 +94,7 @@ def result_type(fields: tuple[str, ...]) -> Callable[..., tuple]:
 
 
 def gather(
-    real: np.dtype,
+    dtype: np.dtype,
     attn_mask: Any = None,
     attn_bias: Any = None,
     key_mask: Any = None,
@@ -103,7 +103,19 @@ def gather(
     alibi_slopes: Any = None,
     sinks: Any = None,
 ) -> Inputs:
-    """The optional inputs as arrays that C can read, under the names that mh_tensors has for them."""
+    """The optional inputs of tensors of this type as arrays that C can read, under the names that mh_tensors has for
+    them."""
+    if (
+        attn_mask is None
+        and attn_bias is None
+        and key_mask is None
+        and seqused_k is None
+        and q_offset is None
+        and alibi_slopes is None
+        and sinks is None
+    ):
+        return NO_INPUTS
+    real = real_type(dtype)
     inputs: Inputs = {}
     if attn_mask is not None:
         array = attn_mask if isinstance(attn_mask, Shape) else _any_mask(attn_mask)
@@ -288,13 +300,7 @@ class CPlan:
         memory, or both are None; the other results are of the kind of `like`."""
         if out_array is None:
             out_array = new(self.out_shape, self.dtype, like)
-        tensors = _abi.Tensors(_TENSORS_SIZE, address(q), address(k), address(v), address(out_array))
-        for field, array in inputs.items():
-            setattr(tensors, field, address(array))
-        extra = []
-        for _, field, shape in self.results:
-            extra.append(array := new(shape, self.real, like))
-            setattr(tensors, field, address(array))
+        tensors, extra = self.tensors(like, q, k, v, out_array, inputs)
         if self.handle is not None:
             execution = None
             if threads is not None or workspace is not None:
@@ -302,11 +308,28 @@ class CPlan:
             status = lib.mh_plan_run(self.handle, byref(tensors), execution)
             if status:
                 raise_for(status)
-        if out is None:  # not earlier: a library may copy what it takes over
+        return self.result(like, out, out_array, extra)  # not earlier: a library may copy what it takes over
+
+    def result(self, like: Any, out: Any, out_array: np.ndarray, extra: list[np.ndarray]) -> Any:
+        """What a call returns: `out`, or its memory as the kind of `like`, and with it the other results."""
+        if out is None:
             out = wrap(out_array, like)
         if self.make_result is None:
             return out
         return self.make_result(out, *(wrap(array, like) for array in extra))
+
+    def tensors(
+        self, like: Any, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, inputs: Inputs
+    ) -> tuple[_abi.Tensors, list[np.ndarray]]:
+        """Where everything lies, and the results besides out, whose memory is made here."""
+        tensors = _abi.Tensors(_TENSORS_SIZE, address(q), address(k), address(v), address(out))
+        for field, array in inputs.items():
+            setattr(tensors, field, address(array))
+        extra = []
+        for _, field, shape in self.results:
+            extra.append(array := new(shape, self.real, like))
+            setattr(tensors, field, address(array))
+        return tensors, extra
 
     def describe(self, json: bool) -> str:
         if self.handle is None:

@@ -143,3 +143,118 @@ def test_a_plan_outlives_its_arrays_and_many_others():
         manyhead.attention(q[:, :, :1], *(np.ones((2, 2, length, 8), np.float32) for _ in range(2)))
     gc.collect()
     np.testing.assert_array_equal(plan.run(q, k, v), expected)
+
+
+def test_a_bound_plan_sees_what_its_arrays_hold_at_each_run():
+    q, k, v = arrays()
+    used = np.array([5, 3])
+    plan = manyhead.plan(q, k, v, seqused_k=used, return_lse=True)
+    bound = plan.bind(q, k, v, seqused_k=used)
+    first = bound()
+    for seed in range(1, 4):
+        for own, other in zip((q, k, v), arrays(seed=seed), strict=True):
+            own[:] = other
+        used[:] = [seed, 5 - seed]
+        assert bound() is first
+        expected = manyhead.attention(q, k, v, seqused_k=used, return_lse=True)
+        np.testing.assert_array_equal(first.out, expected.out)
+        np.testing.assert_array_equal(first.lse, expected.lse)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_bound_plan_of_any_inputs(seed):
+    rng = np.random.default_rng(seed)
+    q, k, v = random_tensors(rng, "f32")
+    options = random_options(rng, {"mask", "bias", "key_mask", "alibi", "sinks", "seqused_k", "q_offsets"}, q, k)
+    options["alibi_slopes"], options["sinks"] = (options[x].astype(np.float32) for x in ("alibi_slopes", "sinks"))
+    vectors = {name: options[name] for name in ("seqused_k", "q_offset", "alibi_slopes", "sinks")}
+    options = problems.in_memory(rng, options) | vectors  # these are read where they are only if they are contiguous
+    plan = manyhead.plan(q, k, v, **options)
+    mode = options.pop("alibi_mode")
+    expected = manyhead.attention(q, k, v, alibi_mode=mode, **options)
+    out = np.empty_like(expected)
+    workspace = plan.make_workspace(2)
+    bound = plan.bind(q, k, v, out=out, threads=2, workspace=workspace, **options)
+    for _ in range(2):
+        out[:] = -1
+        assert bound() is out
+        np.testing.assert_array_equal(out, expected)
+
+
+def test_a_bound_plan_keeps_its_arrays():
+    import gc
+
+    bound = manyhead.plan(*SHAPES, seqused_k=(2,)).bind(*arrays(), seqused_k=np.array([4, 2]))
+    gc.collect()
+    litter = [np.full(64, 1e30, np.float32) for _ in range(1000)]  # in whatever memory was given back
+    expected = manyhead.attention(*arrays(), seqused_k=np.array([4, 2]))
+    np.testing.assert_array_equal(bound(), expected)
+    assert len(litter) == 1000
+
+
+def test_a_bound_plan_of_no_rows_or_heads():
+    q = np.ones((2, 0, 3, 8), np.float32)
+    assert manyhead.plan(q, q, q).bind(q, q, q)().shape == q.shape
+    q = np.ones((2, 4, 0, 8), np.float32)
+    assert manyhead.plan(q, q, q).bind(q, q, q)().shape == q.shape
+
+
+def odd_address(x):
+    memory = np.empty(x.nbytes + 1, np.uint8)
+    moved = memory[1:].view(x.dtype).reshape(x.shape)
+    moved[:] = x
+    return moved
+
+
+@pytest.mark.parametrize(("name", "change"), [
+    ("q", odd_address),
+    ("v", lambda x: x.astype(x.dtype.newbyteorder())),
+    ("attn_mask", lambda x: x.tolist()),
+    ("seqused_k", lambda x: x.astype(np.int16)),
+    ("seqused_k", lambda x: x.tolist()),
+    ("q_offset", lambda x: np.repeat(x, 2)[::2]),
+    ("sinks", lambda x: x.astype(np.float64)),
+])  # fmt: skip
+def test_a_bound_plan_refuses_arrays_that_would_be_copied(name, change):
+    given = dict(zip(("q", "k", "v"), arrays(), strict=True))
+    given |= {"attn_mask": np.ones((3, 5), bool), "seqused_k": np.array([5, 3]), "q_offset": np.array([1, 2])}
+    given |= {"sinks": np.ones(4, np.float32)}
+    plan = manyhead.plan(**given, causal=True)
+    np.testing.assert_array_equal(plan.bind(**given)(), plan.run(**given))
+    changed = given | {name: change(given[name])}
+    np.testing.assert_array_equal(plan.run(**changed), plan.run(**given))
+    with pytest.raises(ValueError, match=f"{name} would be copied"):
+        plan.bind(**changed)
+
+
+def test_a_bound_plan_checks_its_arrays():
+    q, k, v = arrays()
+    plan = manyhead.plan(q, k, v)
+    with pytest.raises(ValueError, match="k has shape"):
+        plan.bind(q, k[:, :, :4], v)
+    with pytest.raises(ValueError, match="made for the inputs"):
+        plan.bind(q, k, v, sinks=np.zeros(4, np.float32))
+    with pytest.raises(ValueError, match="out has strides"):
+        plan.bind(q, k, v, out=np.zeros((3, 6, 4, 2), np.float32).transpose(3, 2, 0, 1))
+    with pytest.raises(ValueError, match="workspace"):
+        plan.bind(q, k, v, workspace=np.zeros(1, np.uint8))()
+    with pytest.raises(ValueError, match="overlaps"):
+        manyhead.plan(q, q, q).bind(q, q, q, out=q)()
+
+
+def test_a_bound_plan_of_torch_tensors():
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch.from_numpy(x).to(torch.bfloat16) for x in arrays())
+    bound = manyhead.plan(q, k, v, return_lse=True).bind(q, k, v)
+    result = bound()
+    assert type(result.out) is torch.Tensor and result.out.dtype is torch.bfloat16
+    v *= 2
+    assert bound() is result
+    assert torch.equal(result.out, manyhead.attention(q, k, v))
+
+
+def test_jax_arrays_are_not_bound():
+    jnp = pytest.importorskip("jax.numpy")
+    q, k, v = (jnp.asarray(x) for x in arrays())
+    with pytest.raises(TypeError, match="q is a JAX array, which never changes"):
+        manyhead.plan(q, k, v).bind(q, k, v)
