@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from ctypes import POINTER, c_char, c_char_p, c_int32, c_int64, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p
+from math import prod
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
@@ -208,19 +209,15 @@ def choice(x: Any, name: str, choices: dict[Any, _Choice]) -> _Choice:
         raise ValueError(f"{name} is {x!r}, must be one of {wanted}") from None
 
 
-def aligned_empty(size: int) -> np.ndarray:
-    """`size` bytes at an address divisible by 64."""
-    memory = np.empty(size + 64, np.uint8)
-    start = -address(memory) % 64
-    return memory[start : start + size]
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """A new array at an address divisible by 64."""
+    memory = np.empty(prod(shape) * dtype.itemsize + 64, np.uint8)
+    return np.ndarray(shape, dtype, memory, -address(memory) % 64)
 
 
 def new(shape: tuple[int, ...], dtype: np.dtype, like: Any) -> np.ndarray:
     """Memory for a result. Other array libraries take it over without a copy when it is aligned to a cache line."""
-    if type(like) is np.ndarray:
-        return np.empty(shape, dtype)
-    count = int(np.prod(shape, dtype=np.int64))
-    return aligned_empty(count * dtype.itemsize).view(dtype).reshape(shape)
+    return np.empty(shape, dtype) if type(like) is np.ndarray else aligned_empty(shape, dtype)
 
 
 def wrap(array: np.ndarray, like: Any) -> Any:
@@ -244,7 +241,7 @@ def wrap(array: np.ndarray, like: Any) -> Any:
 
 
 def _view_torch(torch: Any, x: Any, name: str) -> np.ndarray:
-    if x.device.type != "cpu":
+    if not x.is_cpu:
         raise TypeError(f"{name} is on device {x.device}; manyhead computes on the CPU: pass {name}.cpu()")
     if x.requires_grad:
         raise TypeError(f"{name} requires a gradient, which manyhead does not compute: pass {name}.detach()")

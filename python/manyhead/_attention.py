@@ -226,7 +226,7 @@ class Plan:
 
     def make_workspace(self, threads: int | None = None) -> np.ndarray:
         """Such a workspace: uint8, 64-byte aligned. For one run at a time."""
-        return aligned_empty(self.workspace_size(threads))
+        return aligned_empty((self.workspace_size(threads),), np.dtype(np.uint8))
 
     def describe(self, *, json: bool = False) -> Any:
         """The plan in one line of text, or as a dict: kernel, isa, tile sizes, splits, tasks, FLOPs, bytes, ..."""
