@@ -28,6 +28,7 @@
 #include "plan.hpp"
 #include "projection.hpp"
 #include "registry.hpp"
+#include "schedule.hpp"
 #include "scheduler.hpp"
 #include "test_case.hpp"
 
@@ -85,6 +86,8 @@ void run(test_case& c, const kernel_table& table) { run(c, make_plan(c.p, table,
 
 plan one_head_a_task(plan plan) {
   plan.heads_at_once = 1;
+  plan.alone = cut_for(plan, 1);
+  REQUIRE(schedule(plan, 1).tasks() == plan.tasks);
   return plan;
 }
 

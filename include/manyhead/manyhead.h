@@ -220,7 +220,7 @@ typedef struct mh_tensors {
 /* ---- How it is run -------------------------------------------------------------------------------------------- */
 
 /* A host's own thread pool: calls fn(arg, i) once for each i in 0..n-1, in any order, on any threads, and returns when
- * all are done. n is at most mh_exec.threads. */
+ * all are done, to the thread that called it. n is at most mh_exec.threads. */
 typedef void (*mh_task_fn)(void* arg, int64_t index);
 typedef void (*mh_parallel_for_fn)(void* ctx, int64_t n, mh_task_fn fn, void* arg);
 

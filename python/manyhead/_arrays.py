@@ -44,6 +44,11 @@ _from_buffer = c_char.from_buffer
 _UINT16 = np.dtype(np.uint16)
 
 
+def is_bf16(dtype: np.dtype) -> bool:
+    """Of ours or ml_dtypes."""
+    return CODES[dtype] == _NAMES.get("bf16", -1)
+
+
 def address(array: np.ndarray) -> int:
     """Where the first element lies. The buffer protocol is three times cheaper than __array_interface__."""
     if array.flags.carray:  # contiguous and writable, which from_buffer insists on
@@ -171,7 +176,7 @@ def real_vector(x: Any, name: str, real: np.dtype) -> np.ndarray:
 
 def to_real(array: np.ndarray, real: np.dtype) -> np.ndarray:
     """A float array in f32 or f64; bfloat16 is the upper half of an f32."""
-    if CODES[array.dtype] == _NAMES.get("bf16", -1):
+    if is_bf16(array.dtype):
         array = (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     return array.astype(real, copy=False)
 
@@ -226,7 +231,7 @@ def wrap(array: np.ndarray, like: Any) -> Any:
         return array
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(like, torch.Tensor):
-        if array.dtype == BF16:
+        if is_bf16(array.dtype):
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(array)
     if array.dtype == BF16 and "ml_dtypes" in sys.modules:

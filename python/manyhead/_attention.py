@@ -135,6 +135,8 @@ class Plan:
         self._plan = plan
         self._tensors = tensors
         self._inputs = inputs
+        # Results that run makes are contiguous.
+        self._makes_out = _same_strides(plan.out_shape, tensors["out"].strides, element_strides(plan.empty_out()))
 
     def run(
         self,
@@ -181,10 +183,10 @@ class Plan:
         """The plan with the arrays of all its runs, which `bound()` reads and writes without looking at them again: a
         small call costs half as much. What arrays hold may change between runs, say a cache and `seqused_k`; so arrays
         that would be copied first, and JAX arrays, which never change, are refused. Arguments as in run."""
-        if is_jax(q):
-            raise TypeError("q is a JAX array, which never changes, nor can results of its kind: nothing to bind")
         q_array, k_array, v_array = floats(q, "q"), floats(k, "k"), floats(v, "v")
+        out_array = None if out is None else writable(out, "out")
         inputs = gather(q_array.dtype, attn_mask, attn_bias, key_mask, seqused_k, q_offset, alibi_slopes, sinks)
+        self._check(q_array, k_array, v_array, out_array, inputs)
         arrays = {"q": q_array, "k": k_array, "v": v_array, **inputs}
         for name, x, field in (
             ("q", q, "q"),
@@ -198,26 +200,32 @@ class Plan:
             ("alibi_slopes", alibi_slopes, "alibi_slopes"),
             ("sinks", sinks, "sinks"),
         ):
-            if x is not None and not is_in_place(x, arrays[field]):
+            if x is None:
+                continue
+            if is_jax(x):
+                raise TypeError(f"{name} is a JAX array, which never changes: bind arrays that do")
+            if not is_in_place(x, arrays[field]):
                 raise ValueError(
                     f"{name} would be copied, as C cannot read it where it is: later changes would not count"
                 )
-        out_array = new(self._plan.out_shape, self._plan.dtype, q) if out is None else writable(out, "out")
-        self._check(q_array, k_array, v_array, out_array, inputs)
         return BoundPlan(self._plan, q, q_array, k_array, v_array, out, out_array, inputs, threads, workspace)
 
     def _check(
         self, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray | None, inputs: dict[str, np.ndarray]
     ) -> None:
         """That arrays are like those that the plan was made for."""
-        if inputs.keys() != self._inputs.keys():
-            raise ValueError(f"the plan was made for the inputs {sorted(self._inputs)}, not {sorted(inputs)}")
         planned = self._tensors
         for name, array in (("q", q), ("k", k), ("v", v), ("out", out)):
             if array is not None and not planned[name].is_like(array):
                 _check_same(name, array, planned[name])
+        if inputs.keys() != self._inputs.keys():
+            raise ValueError(f"the plan was made for the inputs {sorted(self._inputs)}, not {sorted(inputs)}")
         for name, array in inputs.items():
             _check_same(name, array, self._inputs[name])
+        if out is None and not self._makes_out:
+            raise ValueError(
+                f"the plan was made for an out with strides {planned['out'].strides} in elements: pass out"
+            )
 
     def workspace_size(self, threads: int | None = None) -> int:
         """Bytes of workspace with which a run on at most `threads` threads allocates nothing."""
@@ -292,7 +300,7 @@ def plan(
     made = CPlan(
         tensors["q"], tensors["k"], tensors["v"], out, inputs, Options(q_offset=offset, window=window, **options)
     )
-    tensors["out"] = out if out is not None else Shape(made.out_shape, made.dtype)
+    tensors["out"] = out if out is not None else made.empty_out()
     return Plan(
         made,
         {name: _Seen(x) for name, x in tensors.items()},
@@ -312,15 +320,17 @@ class BoundPlan:
         k: np.ndarray,
         v: np.ndarray,
         out: Any,
-        out_array: np.ndarray,
+        out_array: np.ndarray | None,
         inputs: dict[str, np.ndarray],
         threads: int | None,
         workspace: Any,
     ) -> None:
+        if out_array is None:
+            out_array = new(plan.out_shape, plan.dtype, like)
         tensors, extra = plan.tensors(like, q, k, v, out_array, inputs)
-        execution = None if threads is None and workspace is None else byref(make_exec(threads, workspace))
-        self._arguments = None if plan.handle is None else (plan.handle, byref(tensors), execution)
-        self._keeps = plan, q, k, v, out_array, inputs, workspace
+        execution, held = make_exec(threads, workspace)
+        self._arguments = None if plan.handle is None else (plan.handle, byref(tensors), byref(execution))
+        self._keeps = plan, q, k, v, out_array, inputs, extra, held
         self._result = plan.result(like, out, out_array, extra)
         results = self._result if extra else (self._result,)
         if not all(is_in_place(x, array) for x, array in zip(results, (out_array, *extra), strict=True)):
@@ -367,9 +377,13 @@ def _check_same(name: str, array: np.ndarray, planned: _Seen) -> None:
     if _kind(array.dtype) != _kind(planned.dtype):
         raise ValueError(f"{name} has dtype {array.dtype}, the plan was made for {planned.dtype}")
     strides = element_strides(array)
-    sizes = planned.shape
-    if 0 not in sizes and any(n > 1 and s != p for n, s, p in zip(sizes, strides, planned.strides, strict=True)):
+    if not _same_strides(planned.shape, strides, planned.strides):
         raise ValueError(f"{name} has strides {strides} in elements, the plan was made for {planned.strides}")
+
+
+def _same_strides(shape: tuple[int, ...], a: list[int], b: list[int]) -> bool:
+    """Those of dimensions of size 1 say nothing, nor do any where there are no elements."""
+    return 0 in shape or all(x == y for size, x, y in zip(shape, a, b, strict=True) if size > 1)
 
 
 def make_window(window: Any, left: Any, right: Any) -> tuple[Any, Any]:

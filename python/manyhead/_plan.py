@@ -302,10 +302,12 @@ class CPlan:
             out_array = new(self.out_shape, self.dtype, like)
         tensors, extra = self.tensors(like, q, k, v, out_array, inputs)
         if self.handle is not None:
-            execution = None
-            if threads is not None or workspace is not None:
-                execution = byref(make_exec(threads, workspace))
-            status = lib.mh_plan_run(self.handle, byref(tensors), execution)
+            if threads is None and workspace is None:
+                status = lib.mh_plan_run(self.handle, byref(tensors), None)
+            else:
+                execution, held = make_exec(threads, workspace)
+                status = lib.mh_plan_run(self.handle, byref(tensors), byref(execution))
+                del held
             if status:
                 raise_for(status)
         return self.result(like, out, out_array, extra)  # not earlier: a library may copy what it takes over
@@ -317,6 +319,10 @@ class CPlan:
         if self.make_result is None:
             return out
         return self.make_result(out, *(wrap(array, like) for array in extra))
+
+    def empty_out(self) -> Shape:
+        """Results as run makes them."""
+        return Shape(self.out_shape, self.dtype)
 
     def tensors(
         self, like: Any, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, inputs: Inputs
@@ -341,15 +347,17 @@ class CPlan:
 _TENSORS_SIZE = ctypes.sizeof(_abi.Tensors)
 
 
-def make_exec(threads: int | None, workspace: Any) -> _abi.Exec:
+def make_exec(threads: int | None, workspace: Any) -> tuple[_abi.Exec, Any]:
+    """And what keeps the workspace's memory where it is."""
     execution = _abi.Exec(ctypes.sizeof(_abi.Exec), thread_limit(threads))
-    if workspace is not None:
-        array = view(workspace, "workspace")
-        if not (array.flags.writeable and array.flags.c_contiguous):
-            raise ValueError("workspace must be writable and contiguous")
-        execution.workspace = address(array)
-        execution.workspace_size = array.nbytes
-    return execution
+    if workspace is None:
+        return execution, None
+    array = view(workspace, "workspace")
+    if not (array.flags.writeable and array.flags.c_contiguous):
+        raise ValueError("workspace must be writable and contiguous")
+    execution.workspace = address(array)
+    execution.workspace_size = array.nbytes
+    return execution, array
 
 
 def thread_limit(threads: int | None) -> int:

@@ -40,6 +40,21 @@ def test_a_plan_from_arrays_of_any_layout(seed):
     np.testing.assert_array_equal(plan.run(q, k, v, **options), manyhead.attention(q, k, v, alibi_mode=mode, **options))
 
 
+@pytest.mark.parametrize("layout", [
+    lambda shape: np.zeros((*shape[:3], 2 * shape[3]), np.float32)[..., ::2],
+    lambda shape: np.zeros(shape, np.float32)[:, :, ::-1],
+    lambda shape: np.zeros(shape[::-1], np.float32).transpose(3, 2, 1, 0),
+])  # fmt: skip
+def test_a_plan_for_results_in_another_order_needs_their_array(layout):
+    q, k, v = arrays()
+    out = layout((2, 4, 3, 6))
+    plan = manyhead.plan(q, k, v, out=out)
+    for run in (plan.run, plan.bind):
+        with pytest.raises(ValueError, match=r"made for an out with strides .* in elements: pass out"):
+            run(q, k, v)
+    np.testing.assert_array_equal(plan.run(q, k, v, out=out), manyhead.attention(q, k, v))
+
+
 def test_optional_inputs_by_shape():
     q, k, v = arrays()
     rng = np.random.default_rng(1)
@@ -69,7 +84,7 @@ def test_out_threads_and_workspace():
     assert plan.run(q, k, v, out=out, threads=2, workspace=workspace) is out
     np.testing.assert_array_equal(out, expected)
     with pytest.raises(ValueError, match="workspace"):
-        plan.run(q, k, v, workspace=workspace[:-64] if workspace.nbytes > 64 else workspace[:0], threads=2)
+        plan.run(q, k, v, out=out, workspace=workspace[: max(workspace.nbytes - 64, 0)], threads=2)
     with pytest.raises(ValueError, match="out has strides"):
         plan.run(q, k, v, out=np.zeros(out.shape, np.float32))
     np.testing.assert_array_equal(manyhead.plan(*SHAPES).run(q, k, v, out=np.zeros(out.shape, np.float32)), expected)
@@ -182,14 +197,28 @@ def test_a_bound_plan_of_any_inputs(seed):
 
 
 def test_a_bound_plan_keeps_its_arrays():
-    import gc
+    import weakref
 
-    bound = manyhead.plan(*SHAPES, seqused_k=(2,)).bind(*arrays(), seqused_k=np.array([4, 2]))
-    gc.collect()
-    litter = [np.full(64, 1e30, np.float32) for _ in range(1000)]  # in whatever memory was given back
-    expected = manyhead.attention(*arrays(), seqused_k=np.array([4, 2]))
-    np.testing.assert_array_equal(bound(), expected)
-    assert len(litter) == 1000
+    given = dict(zip(("q", "k", "v"), arrays(), strict=True)) | {"seqused_k": np.array([4, 2])}
+    plan = manyhead.plan(**given, return_lse=True)
+    bound = plan.bind(**given, threads=2, workspace=(workspace := plan.make_workspace(2)))
+    expected = bound().out.copy()
+    held = [weakref.ref(x) for x in (*given.values(), workspace)]
+    del given, workspace, plan
+    assert all(ref() is not None for ref in held)
+    np.testing.assert_array_equal(bound().out, expected)
+
+
+def test_a_bound_plan_holds_on_to_a_workspace_that_could_move():
+    plan = manyhead.plan((1, 1, 1, 64), (1, 1, 5000, 64), (1, 1, 5000, 64))
+    size = plan.workspace_size(1)
+    memory = bytearray(size + 64)
+    start = -np.frombuffer(memory, np.uint8).ctypes.data % 64
+    q, k = np.ones((1, 1, 1, 64), np.float32), np.ones((1, 1, 5000, 64), np.float32)
+    bound = plan.bind(q, k, k, threads=1, workspace=memoryview(memory)[start : start + size])
+    with pytest.raises(BufferError):
+        memory.extend(bytes(size))
+    np.testing.assert_allclose(bound(), q, rtol=1e-5)
 
 
 def test_a_bound_plan_of_no_rows_or_heads():
@@ -232,6 +261,10 @@ def test_a_bound_plan_checks_its_arrays():
     plan = manyhead.plan(q, k, v)
     with pytest.raises(ValueError, match="k has shape"):
         plan.bind(q, k[:, :, :4], v)
+    with pytest.raises(ValueError, match="q has dtype float64, the plan was made for float32"):
+        plan.bind(q.astype(np.float64), k, v)
+    with pytest.raises(ValueError, match="made for the inputs"):
+        plan.bind(q, k, v, attn_mask=[[True] * 5] * 3)
     with pytest.raises(ValueError, match="made for the inputs"):
         plan.bind(q, k, v, sinks=np.zeros(4, np.float32))
     with pytest.raises(ValueError, match="out has strides"):
@@ -255,6 +288,16 @@ def test_a_bound_plan_of_torch_tensors():
 
 def test_jax_arrays_are_not_bound():
     jnp = pytest.importorskip("jax.numpy")
-    q, k, v = (jnp.asarray(x) for x in arrays())
-    with pytest.raises(TypeError, match="q is a JAX array, which never changes"):
-        manyhead.plan(q, k, v).bind(q, k, v)
+    q, k, v = arrays()
+    for i, name in enumerate("qkv"):
+        given = [q, k, v]
+        given[i] = jnp.asarray(given[i])
+        with pytest.raises(TypeError, match=f"{name} is a JAX array, which never changes"):
+            manyhead.plan(q, k, v).bind(*given)
+
+
+def test_torch_tensors_with_a_plan_for_ml_dtypes():
+    torch, ml_dtypes = pytest.importorskip("torch"), pytest.importorskip("ml_dtypes")
+    q, k, v = (torch.from_numpy(x).to(torch.bfloat16) for x in arrays())
+    plan = manyhead.plan(*SHAPES, dtype=ml_dtypes.bfloat16)
+    assert torch.equal(plan.run(q, k, v), manyhead.attention(q, k, v))
