@@ -330,7 +330,8 @@ class BoundPlan:
         tensors, extra = plan.tensors(like, q, k, v, out_array, inputs)
         execution, held = make_exec(threads, workspace)
         self._arguments = None if plan.handle is None else (plan.handle, byref(tensors), byref(execution))
-        self._keeps = plan, q, k, v, out_array, inputs, extra, held
+        self._plan = plan
+        self._keeps = q, k, v, out_array, inputs, extra, held
         self._result = plan.result(like, out, out_array, extra)
         results = self._result if extra else (self._result,)
         if not all(is_in_place(x, array) for x, array in zip(results, (out_array, *extra), strict=True)):
@@ -343,6 +344,9 @@ class BoundPlan:
             if status:
                 raise_for(status)
         return self._result
+
+    def __repr__(self) -> str:
+        return f"<manyhead.BoundPlan {self._plan.describe(False)}>"
 
 
 class _Seen:

@@ -146,6 +146,9 @@ def test_describe():
     assert "\n" not in line and "h8/2" in line and manyhead.isa() in line and line in repr(plan)
     facts = plan.describe(json=True)
     assert facts["isa"] == manyhead.isa() and facts["flops"] > 0
+    q, k, v = arrays()
+    plan = manyhead.plan(q, k, v)
+    assert repr(plan.bind(q, k, v)) == repr(plan).replace("Plan", "BoundPlan", 1)
 
 
 def test_a_plan_outlives_its_arrays_and_many_others():
