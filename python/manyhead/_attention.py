@@ -329,7 +329,7 @@ class BoundPlan:
             out_array = new(plan.out_shape, plan.dtype, like)
         tensors, extra = plan.tensors(like, q, k, v, out_array, inputs)
         execution, held = make_exec(threads, workspace)
-        self._arguments = None if plan.handle is None else (plan.handle, byref(tensors), byref(execution))
+        self._arguments = None if plan.handle is None else (plan.handle, tensors, byref(execution))
         self._plan = plan
         self._keeps = q, k, v, out_array, inputs, extra, held
         self._result = plan.result(like, out, out_array, extra)

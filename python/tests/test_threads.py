@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import manyhead
 import numpy as np
+import pytest
 import reference
 from problems import close, random_tensors
 
@@ -74,3 +78,21 @@ def test_the_interpreter_goes_on_while_c_computes():
     seconds = time.perf_counter() - before
     # With the interpreter lock held, the loop would run a few times at the start and once at the end.
     assert ticks >= 10, f"{ticks} in {seconds:.3f} s"
+
+
+FORK = """
+import os, manyhead, numpy as np
+q, k, v = (np.random.default_rng(0).standard_normal((4, 8, 24, 64), dtype=np.float32) for _ in range(3))
+expected = manyhead.attention(q, k, v)
+right = lambda calls: all(np.array_equal(manyhead.attention(q, k, v), expected) for _ in range(calls))
+assert right(300)  # so close that threads stand by
+child = os.fork()
+if child == 0:
+    os._exit(0 if right(100) else 1)
+assert os.waitpid(child, 0)[1] == 0 and right(100)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_without_the_threads_of_its_parent():
+    subprocess.run([sys.executable, "-c", FORK], check=True, timeout=120)
