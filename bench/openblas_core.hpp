@@ -1,5 +1,5 @@
-// OpenBLAS that is older than the CPU takes its kernels for any x86-64 ("Prescott", of 2004), a tenth as fast, and a
-// comparison with it would say nothing.
+// OpenBLAS that is older than the CPU takes its kernels for any x86-64 ("Prescott", of 2004): on an Intel Xeon with
+// AVX-512 the sweep's mean ratio was 4.8 with them and 1.6 with those for AVX-512.
 #pragma once
 
 #include <cblas.h>

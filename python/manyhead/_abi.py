@@ -98,7 +98,9 @@ class Tensors(Structure):
 
 
 class Exec(Structure):
-    """mh_exec"""
+    """mh_exec, and what keeps its workspace where it is."""
+
+    keeps: object = None
 
     _fields_ = [
         ("struct_size", c_size_t),

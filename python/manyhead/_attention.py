@@ -328,10 +328,11 @@ class BoundPlan:
         if out_array is None:
             out_array = new(plan.out_shape, plan.dtype, like)
         tensors, extra = plan.tensors(like, q, k, v, out_array, inputs)
-        execution, held = make_exec(threads, workspace)
-        self._arguments = None if plan.handle is None else (plan.handle, tensors, byref(execution))
+        self._arguments = None
+        if plan.handle is not None:
+            self._arguments = plan.handle, tensors, byref(make_exec(threads, workspace))
         self._plan = plan
-        self._keeps = q, k, v, out_array, inputs, extra, held
+        self._keeps = q, k, v, out_array, inputs, extra
         self._result = plan.result(like, out, out_array, extra)
         results = self._result if extra else (self._result,)
         if not all(is_in_place(x, array) for x, array in zip(results, (out_array, *extra), strict=True)):
@@ -357,7 +358,7 @@ class _Seen:
         self._byte_strides = tuple(x.strides)
 
     def is_like(self, x: np.ndarray) -> bool:
-        """False: perhaps."""
+        """At a glance: where this is False, _check_same looks closer."""
         return x.shape == self.shape and x.strides == self._byte_strides and x.dtype == self.dtype
 
 

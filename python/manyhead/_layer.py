@@ -287,7 +287,7 @@ class MultiHeadAttention:
             field = "mean_weights" if average else "weights"
             setattr(call, field, address(weights))
             getattr(call, field + "_strides")[:] = element_strides(weights)
-        execution = None if threads is None else byref(make_exec(threads, None)[0])
+        execution = None if threads is None else byref(make_exec(threads, None))
         check(lib.mh_mha_run(self._handle, byref(call), execution))
         out = wrap(result, x_q) if out is None else out
         return out if weights is None else _RESULT(out, wrap(weights, x_q))

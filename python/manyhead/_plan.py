@@ -201,7 +201,7 @@ class CPlan:
         self.real = real_type(q.dtype)
         self.out_shape = tuple((batch, heads, q_len, v_dim)[axis] for axis in axes)
         if out is None:
-            out = Shape(self.out_shape, q.dtype)
+            out = self.empty_out()
         if tuple(out.shape) != self.out_shape:
             raise ValueError(f"out has shape {out.shape}, must be {self.out_shape}")
         if CODES[out.dtype] != CODES[q.dtype]:
@@ -303,12 +303,10 @@ class CPlan:
             out_array = new(self.out_shape, self.dtype, like)
         tensors, extra = self.tensors(like, q, k, v, out_array, inputs)
         if self.handle is not None:
-            if threads is None and workspace is None:
-                status = lib.mh_plan_run(self.handle, tensors, None)
-            else:
-                execution, held = make_exec(threads, workspace)
-                status = lib.mh_plan_run(self.handle, tensors, byref(execution))
-                del held
+            execution = None
+            if threads is not None or workspace is not None:
+                execution = byref(make_exec(threads, workspace))
+            status = lib.mh_plan_run(self.handle, tensors, execution)
             if status:
                 raise_for(status)
         return self.result(like, out, out_array, extra)  # not earlier: a library may copy what it takes over
@@ -351,17 +349,16 @@ _TENSORS = Struct(f"{len(_WORD)}N")
 _NO_OTHERS = (0,) * (len(_WORD) - _WORD["out"] - 1)
 
 
-def make_exec(threads: int | None, workspace: Any) -> tuple[_abi.Exec, Any]:
-    """And what keeps the workspace's memory where it is."""
+def make_exec(threads: int | None, workspace: Any) -> _abi.Exec:
     execution = _abi.Exec(ctypes.sizeof(_abi.Exec), thread_limit(threads))
-    if workspace is None:
-        return execution, None
-    array = view(workspace, "workspace")
-    if not (array.flags.writeable and array.flags.c_contiguous):
-        raise ValueError("workspace must be writable and contiguous")
-    execution.workspace = address(array)
-    execution.workspace_size = array.nbytes
-    return execution, array
+    if workspace is not None:
+        array = view(workspace, "workspace")
+        if not (array.flags.writeable and array.flags.c_contiguous):
+            raise ValueError("workspace must be writable and contiguous")
+        execution.workspace = address(array)
+        execution.workspace_size = array.nbytes
+        execution.keeps = array
+    return execution
 
 
 def thread_limit(threads: int | None) -> int:
