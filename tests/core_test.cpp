@@ -108,17 +108,17 @@ output_bits run_bits(test_case& c, const plan& plan, const mh_exec& exec) {
 
 // Enough work for several threads each; every phase of a run occurs (split keys, merging, second pass, column sums).
 const char* const busy_lines[] = {
-    "f32 b2 h4/2 q130 kv300 d64 causal align=br lse weights meanw colsums",
+    "f32 b2 h4/2 q130 kv200 d24 causal align=br lse weights meanw colsums",
     "f32 b1 h8/2 q1 kv5000 d64 lse",
     "f32 b1 h4/2 q2 kv3000 d40 mask lse weights colsums",
-    "f32 b3 h4/2 q100 kv1200 d32 lens lse weights",
-    "f32 b2 h6/2 q200 kv200 d40 mask bias alibi softcap=20 sinks lse meanw colsums scores=biased",
-    "f32 b1 h4 q300 kv300 d64 causal data=poison lse",
+    "f32 b3 h2/1 q50 kv700 d16 lens lse weights",
+    "f32 b2 h6/2 q90 kv90 d40 mask bias alibi softcap=20 sinks lse meanw colsums scores=biased",
+    "f32 b1 h4 q160 kv160 d64 causal data=poison lse",
     "f32 b2 h2 q150 kv400 d33 v17 strides=odd keymask window=100,50 align=br lse",
-    "f64 b1 h4/2 q150 kv700 d32 causal align=tl lse weights",
-    "bf16 b2 h8/2 q90 kv600 d64 bshd causal align=br lse colsums",
-    "bf16 b2 h8/2 q90 kv600 d64 bshd causal align=br lse",
-    "f32 b1 h4 q300 kv500 d64 mask lse",
+    "f64 b1 h4/2 q100 kv300 d16 causal align=tl lse weights",
+    "bf16 b2 h8/2 q40 kv200 d64 bshd causal align=br lse colsums",
+    "bf16 b2 h8/2 q40 kv200 d64 bshd causal align=br lse",
+    "f32 b1 h4 q160 kv256 d64 mask lse",
     "f16 b1 h8/1 q1 kv3000 d128 lse",
     "bf16 b2 h8/2 q3 kv3000 d64 bshd causal align=br lse",
 };

@@ -1,10 +1,11 @@
 // Every kernel of one instruction set against the reference, on every line of problems.txt, and properties that need no
 // reference.
 //
-//   kernel_test [--isa=<name>] [--line=<part of a line>] [--verbose] [doctest's options]
+//   kernel_test [--isa=<name>] [--line=<part of a line>] [--brief] [--verbose] [doctest's options]
 //
 // The ISA can also come from MH_TEST_ISA; without either all that this CPU can run are tested. Asking for one that the
-// CPU lacks ends with 77, which Meson counts as skipped. --verbose prints the largest errors of each line.
+// CPU lacks ends with 77, which Meson counts as skipped. --brief leaves out, where there is no matrix unit, lines that are
+// there for one: half of the work. --verbose prints the largest errors of each line.
 //
 // f32 lines that are quick are run in the other dtypes too. Each is run twice, with large and with small task sizes:
 // the bits must not change. Tolerances, against values computed from the exact inputs:
@@ -67,7 +68,7 @@ const std::vector<isa_row> isa_rows = {
 struct {
   std::vector<const kernel_table*> tables;  // those to test
   std::string line;
-  bool verbose = false;
+  bool brief = false, verbose = false;
 } chosen;
 
 constexpr const char* dtype_names[] = {"f32", "f64", "bf16", "f16"};
@@ -285,6 +286,10 @@ bool same_bits(const std::vector<double>& a, const std::vector<double>& b) {
 
 void check_line(const problem_line& line) {
   INFO(line.text);  // names the line where a guard page stops a kernel
+  const auto has_unit = [&](const kernel_table* table) {
+    return table->dtype[line.problem.dtype].attention[route_matrix] != nullptr;
+  };
+  if (chosen.brief && line.on_unit && std::none_of(chosen.tables.begin(), chosen.tables.end(), has_unit)) return;
   test_case c(line);
   const attention_result want = reference(c.p, c.t);
   if (line.data == "poison" || line.data == "nanbias") {
@@ -302,7 +307,7 @@ void check_line(const problem_line& line) {
                   table->isa);
     const std::string where = line.text + " @" + table->isa + ": ";
     const dtype_kernels& kernels = table->dtype[c.p.dtype];
-    if (line.on_unit && kernels.attention[route_matrix] != nullptr) {
+    if (line.on_unit && has_unit(table)) {
       const bool few = c.p.group() * c.p.q_len <= 24;  // which not all units take
       CHECK_MESSAGE((few ? large.unit_steps == (kernels.unit_steps != 0) : large.kernel == route_matrix),
                     where << "not on the matrix unit");
@@ -946,6 +951,7 @@ int choose(int argc, char** argv) {
     const std::string argument = argv[i];
     if (argument.starts_with("--isa=")) isa = argument.substr(6);
     if (argument.starts_with("--line=")) chosen.line = argument.substr(7);
+    if (argument == "--brief") chosen.brief = true;
     if (argument == "--verbose") chosen.verbose = true;
   }
   bool known = false;

@@ -2,6 +2,7 @@
 // purpose; when a kernel and this file disagree, this file is right. Takes any dtype, any strides, any option.
 #pragma once
 
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <vector>
@@ -22,13 +23,7 @@ inline double f16_value(uint16_t bits) {
   return sign * (exponent ? std::ldexp(1024 + fraction, exponent - 25) : std::ldexp(fraction, -24));
 }
 
-inline double bf16_value(uint16_t bits) {  // sign, 8 bits of exponent, 7 of fraction
-  const int exponent = bits >> 7 & 255;
-  const int fraction = bits & 127;
-  const double sign = bits >> 15 ? -1 : 1;
-  if (exponent == 255) return fraction ? std::nan("") : sign * HUGE_VAL;
-  return sign * (exponent ? std::ldexp(128 + fraction, exponent - 134) : std::ldexp(fraction, -133));
-}
+inline double bf16_value(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
 
 inline double element(const void* array, int32_t dtype, int64_t i) {
   switch (dtype) {
@@ -61,6 +56,18 @@ inline int64_t position(const problem& p, const mh_tensors& t, int64_t b, int64_
   return i + (p.has_input(MH_INPUT_Q_OFFSET) ? index_of(t.q_offset, p.index_type, b) : p.q_offset);
 }
 
+// All elements of [batch][heads][rows][dim], each read once.
+inline std::vector<double> elements(const void* array, int32_t dtype, const int64_t* strides, int64_t batch,
+                                    int64_t heads, int64_t rows, int64_t dim) {
+  std::vector<double> all;
+  all.reserve(static_cast<size_t>(batch * heads * rows * dim));
+  for (int64_t b = 0; b < batch; ++b)
+    for (int64_t h = 0; h < heads; ++h)
+      for (int64_t i = 0; i < rows; ++i)
+        for (int64_t d = 0; d < dim; ++d) all.push_back(element(array, dtype, at(strides, b, h, i, d)));
+  return all;
+}
+
 // May query i of head h attend key j?
 inline bool attends(const problem& p, const mh_tensors& t, int64_t b, int64_t h, int64_t i, int64_t j) {
   if (j >= p.kv_len - p.extra_keys) return true;
@@ -86,16 +93,21 @@ inline attention_result reference(const problem& p, const mh_tensors& t) {
   attention_result r = {zeros(p.batch, p.heads, p.q_len, p.v_dim),  zeros(p.batch, p.heads, p.q_len, 1),
                         zeros(p.batch, p.heads, p.q_len, p.kv_len), zeros(p.batch, p.q_len, p.kv_len, 1),
                         zeros(p.batch, p.heads, p.kv_len, 1),       zeros(p.batch, p.heads, p.q_len, p.kv_len)};
+  const std::vector<double> q = elements(t.q, p.dtype, p.q_strides, p.batch, p.heads, p.q_len, p.head_dim),
+                            k = elements(t.k, p.dtype, p.k_strides, p.batch, p.kv_heads, p.kv_len, p.head_dim),
+                            v = elements(t.v, p.dtype, p.v_strides, p.batch, p.kv_heads, p.kv_len, p.v_dim);
   std::vector<double> s = zeros(p.kv_len, 1, 1, 1);
   for (int64_t row = 0; row < p.batch * p.heads * p.q_len; ++row) {
-    const int64_t b = row / p.q_len / p.heads, h = row / p.q_len % p.heads, i = row % p.q_len, g = h / p.group();
+    const int64_t b = row / p.q_len / p.heads, h = row / p.q_len % p.heads, i = row % p.q_len,
+                  first_key = (b * p.kv_heads + h / p.group()) * p.kv_len;
+    double* const out = r.out.data() + row * p.v_dim;
     const double sink = p.has_input(MH_INPUT_SINKS) ? element(t.sinks, real, h) : none;
     double top = sink, sum = 0;
     std::vector<int64_t> keys;  // that the row attends
     for (int64_t j = 0; j < p.kv_len; ++j) {
       double x = 0;
-      for (int64_t d = 0; d < p.head_dim; ++d)
-        x += element(t.q, p.dtype, at(p.q_strides, b, h, i, d)) * element(t.k, p.dtype, at(p.k_strides, b, g, j, d));
+      const double *const q_row = q.data() + row * p.head_dim, *const k_row = k.data() + (first_key + j) * p.head_dim;
+      for (int64_t d = 0; d < p.head_dim; ++d) x += q_row[d] * k_row[d];
       x *= p.scale;
       double& shown = r.scores[static_cast<size_t>(row * p.kv_len + j)] = x;
       if (p.softcap > 0) x = p.softcap * std::tanh(x / p.softcap);
@@ -123,8 +135,8 @@ inline attention_result reference(const problem& p, const mh_tensors& t) {
       r.weights[static_cast<size_t>(row * p.kv_len + j)] = w;
       r.mean_weights[static_cast<size_t>((b * p.q_len + i) * p.kv_len + j)] += w / static_cast<double>(p.heads);
       r.column_sums[static_cast<size_t>((b * p.heads + h) * p.kv_len + j)] += w;
-      for (int64_t d = 0; d < p.v_dim; ++d)
-        r.out[static_cast<size_t>(row * p.v_dim + d)] += w * element(t.v, p.dtype, at(p.v_strides, b, g, j, d));
+      const double* const v_row = v.data() + (first_key + j) * p.v_dim;
+      for (int64_t d = 0; d < p.v_dim; ++d) out[d] += w * v_row[d];
     }
   }
   return r;
