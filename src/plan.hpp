@@ -17,7 +17,7 @@ struct machine;
 // How the first pass of a plan is cut into tasks for a number of workers (schedule.hpp).
 struct task_cut {
   int64_t together;         // kv heads of a task, but for the last of a batch entry
-  int64_t entry_heads;      // of a batch entry, so many together counting as one
+  int64_t entry_parts;      // of a batch entry: its kv heads, so many together counting as one
   int64_t heads;            // of all batch entries
   int64_t piece_rows;       // rows of a task, but for the last of a block
   int64_t block_pieces;     // tasks of a whole row block and chunk
@@ -38,6 +38,7 @@ struct plan {
   int64_t last_rows;                          // of a head: those of its last task that take the decode route
   int64_t panel_rows;                         // rows that a kernel works on together, the grain of tasks
   int64_t block_kv;                           // keys of a tile
+  int64_t entries, entry_heads;               // batch entries and kv heads of each, as tasks have them (plan.cpp)
   int64_t heads_at_once;                      // most kv heads of a task
   int64_t chunk_keys;                         // keys of a split
   int64_t chunks;                             // splits; 1 = none

@@ -68,7 +68,7 @@ struct alignas(64) task_record {
   uint64_t begin, end;
   int64_t phases;  // index of its phases, -1 = not looked into
   int32_t tasks;
-  int32_t batch, kv_head, chunk;  // of the first
+  int32_t batch, kv_head, chunk;  // of the first, as kernels are told them (plan.hpp: entries)
   int64_t row_begin, row_end;
 };
 
@@ -651,7 +651,9 @@ void add_task(json& out, const profile_session& s, const task_record& task, doub
   add_slice(out, kernel ? "task" : phase_names[worker.what], "task", thread, start, seconds(task.end - task.begin));
   out.key("args").raw("{").key("call").value(worker.call).key("tasks").value(task.tasks);
   if (kernel) {
-    out.key("batch").value(task.batch).key("kv_head").value(task.kv_head).key("chunk").value(task.chunk);
+    const int64_t kv_heads = s.problems[s.calls[worker.call].problem].p.kv_heads;
+    out.key("batch").value(task.batch + task.kv_head / kv_heads).key("kv_head").value(task.kv_head % kv_heads);
+    out.key("chunk").value(task.chunk);
     out.key("row_begin").value(task.row_begin).key("row_end").value(task.row_end);
   }
   out.raw("}}");

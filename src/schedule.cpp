@@ -58,13 +58,13 @@ bool is_level(int64_t tasks, int64_t workers) { return blocks(tasks, workers) * 
 
 task_cut cut_for(const plan& plan, int64_t workers) {
   task_cut c{};
-  const int64_t kv_heads = plan.p.kv_heads;
+  const int64_t kv_heads = plan.entry_heads;
   const int64_t parts_per_worker = plan.turns ? 1 : heads_per_worker;
-  const int64_t fair_heads = divide(plan.p.batch * kv_heads * plan.chunks, parts_per_worker * workers).quotient;
+  const int64_t fair_heads = divide(plan.entries * kv_heads * plan.chunks, parts_per_worker * workers).quotient;
   const int64_t at_once = workers == 1 ? plan.heads_at_once : std::clamp<int64_t>(fair_heads, 1, plan.heads_at_once);
   int64_t parts = blocks(kv_heads, at_once);
   const auto levels = [&](int64_t n) {
-    return is_level(plan.p.batch * plan.chunks * blocks(kv_heads, blocks(kv_heads, n)), workers);
+    return is_level(plan.entries * plan.chunks * blocks(kv_heads, blocks(kv_heads, n)), workers);
   };
   for (int64_t n = parts; plan.turns && workers > 1 && n <= std::min(4 * parts, kv_heads); ++n) {
     if (!levels(n)) continue;
@@ -72,8 +72,8 @@ task_cut cut_for(const plan& plan, int64_t workers) {
     break;
   }
   c.together = blocks(kv_heads, parts);
-  c.entry_heads = blocks(kv_heads, c.together);
-  c.heads = plan.p.batch * c.entry_heads;
+  c.entry_parts = blocks(kv_heads, c.together);
+  c.heads = plan.entries * c.entry_parts;
   const int64_t rows = plan.p.group() * plan.p.q_len - plan.last_rows, panel = plan.panel_rows;
   const int64_t all_panels = c.heads * blocks(rows, panel) * plan.chunks;
   const int64_t block_panels = blocks(plan.block_q, panel);
@@ -142,10 +142,10 @@ void schedule::put_rows(int64_t position, kernel_task& t) const {
 }
 
 void schedule::put_heads(int64_t head, kernel_task& t) const {
-  const division at = divide(head, cut_.entry_heads);
+  const division at = divide(head, cut_.entry_parts);
   t.batch = at.quotient;
   t.kv_head_begin = at.rest * cut_.together;
-  t.kv_head_end = std::min(t.kv_head_begin + cut_.together, plan_.p.kv_heads);
+  t.kv_head_end = std::min(t.kv_head_begin + cut_.together, plan_.entry_heads);
 }
 
 kernel_task schedule::at(int64_t index) const {

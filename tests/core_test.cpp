@@ -476,14 +476,15 @@ TEST_CASE("a schedule cuts row blocks at the borders of their panels, and covers
           for (int64_t i = 0; i < order.tasks(); ++i) {
             const kernel_task t = order.at(i);
             const int64_t heads = t.kv_head_end - t.kv_head_begin;
-            REQUIRE((t.batch >= 0 && t.batch < 2 && t.kv_head_begin >= 0 && heads >= 1 && t.kv_head_end <= 3 &&
-                     heads <= plan.heads_at_once && t.chunk >= 0 && t.chunk < plan.chunks));
+            REQUIRE((t.batch >= 0 && t.batch < plan.entries && t.kv_head_begin >= 0 && heads >= 1 &&
+                     t.kv_head_end <= plan.entry_heads && heads <= plan.heads_at_once && t.chunk >= 0 &&
+                     t.chunk < plan.chunks));
             REQUIRE((t.row_begin < t.row_end && t.row_begin < whole && t.row_end <= rows &&
                      std::min(t.row_end, whole) - t.row_begin <= plan.block_q));
             CHECK(borders[static_cast<size_t>(t.row_begin)]);
             for (int64_t head = t.kv_head_begin; head < t.kv_head_end; ++head) {
               for (int64_t row = t.row_begin; row < t.row_end; ++row)
-                ++done[static_cast<size_t>(((t.batch * 3 + head) * plan.chunks + t.chunk) * rows + row)];
+                ++done[static_cast<size_t>(((t.batch * plan.entry_heads + head) * plan.chunks + t.chunk) * rows + row)];
             }
           }
           CHECK(std::all_of(done.begin(), done.end(), [](int n) { return n == 1; }));
@@ -506,12 +507,38 @@ TEST_CASE("heads of few rows and keys share tasks, as long as each worker gets e
   CHECK(heads_at_once("f32 b64 h32 q4 kv65 d16") == 1);
   CHECK(heads_at_once("f32 b1 h12 q64 kv64 d64") == 1);
   const plan plan = plan_of("f32 b8 h24 q1 kv8 d64");
-  REQUIRE(plan.heads_at_once == 24);
+  REQUIRE(plan.heads_at_once == 32);
   const auto tasks = [&](int64_t workers) { return schedule(plan, workers).tasks(); };
-  CHECK(tasks(1) == 8);
-  CHECK(tasks(2) == 8 * 2);  // of 12 heads each
-  CHECK(tasks(4) == 8 * 4);
+  CHECK(tasks(1) == 6);
+  CHECK(tasks(2) == 16);  // of 12 heads each
+  CHECK(tasks(4) == 32);
   CHECK(tasks(24) == 8 * 24);
+}
+
+TEST_CASE("a decode step takes the heads of all batch entries as of one where nothing tells entries apart") {
+  const auto entries = [](const char* line) {
+    const plan p = plan_of(line);
+    CHECK(p.entries * p.entry_heads == p.p.batch * p.p.kv_heads);
+    CHECK(p.call.batch == p.entries);
+    CHECK(p.call.kv_heads == p.entry_heads);
+    CHECK(p.call.heads == p.entry_heads * p.p.group());
+    return p.entries;
+  };
+  CHECK(entries("f32 b8 h1 q1 kv8 d64") == 1);
+  CHECK(entries("f32 b8 h1 q1 kv8 d64 bshd") == 1);
+  CHECK(entries("f32 b8 h4/2 q2 kv8 d64 lse") == 1);
+  CHECK(entries("f32 b8 h4/1 q1 kv8 d64 lse") == 1);
+  CHECK(entries("f32 b8 h1 q2 kv8 d64 causal align=br window=4,0") == 1);
+  CHECK(entries("f32 b8 h2 q1 kv8 d64 mask") == 1);
+  // Heads that do not follow, or that a step's inputs tell apart.
+  CHECK(entries("f32 b8 h2 q2 kv8 d64 bshd") == 8);
+  CHECK(entries("f32 b8 h2 q1 kv8 d64 strides=odd") == 8);
+  for (const char* input : {"keymask", "lens", "offsets", "alibi align=br", "sinks"}) {
+    CAPTURE(input);
+    CHECK(entries(("f32 b8 h1 q1 kv8 d64 " + std::string(input)).c_str()) == 8);
+  }
+  CHECK(entries("f32 b8 h1 q1 kv8 d64 weights") == 8);
+  CHECK(entries("f32 b8 h1 q64 kv64 d64") == 8);
 }
 
 TEST_CASE("heads side by side take turns where K and V are not in L2, in as few tasks as level the load") {
