@@ -30,7 +30,11 @@
 //   not worth a way of its own. In half of L3 nothing asked for: AVX-512 f32 1 to 3 rows 0.97 to 1.15 (one shape 0.89), 4
 //   and more 0.72 to 1.0, 16 bits 0.99 to 1.23; AVX2 one row 0.93 to 1.17, more rows 0.47 to 0.95.
 //   Intel Xeon (AMX): f32 and f64, one and two rows, heads side by side, in half of L3, nothing asked for: 0.98 to 1.1 times as fast
-//   where heads take turns (heads_of_task), three rows and more 0.88 to 1.04, 16 bits 0.44 to 1.14.
+//   where heads take turns (heads_of_task), three rows and more 0.88 to 1.04, 16 bits 0.44 to 1.14. Else two and three rows, up to
+//   twice L2 (AVX2 four times) 1.1 to 1.4 without asking, 16 bits 0.74 to 1.04. f32 with AVX-512 up to a third of L3, one thread and
+//   two, each asked for with its own: one row 1.04 to 1.08, two 1.01 to 1.13, three 1.02 to 1.16, four of heads of 64 1.0 to
+//   1.09, but three and four of rows beyond 256 bytes 0.93 to 1.0 of the usual way; what lies further away 0.87 to 0.98 on one thread.
+//   Three rows more than whole fours as four, in all types: 1.04 to 1.25 (in cache 0.83 to 1.05, AVX2 0.74 to 1.04).
 #include "plan.hpp"
 
 #include <algorithm>
@@ -207,7 +211,7 @@ int64_t share_threads_of(const plan& plan, double bytes, int64_t l2_bytes) {
 }
 
 // Whether what lies in half of L3 is better not asked for, by decode.
-bool comes_unasked(cpu_core core, const problem& p, int64_t lanes_of_f32) {
+bool comes_unasked(cpu_core core, const problem& p, int64_t lanes_of_f32, double l2s) {
   const bool widened = dtype_bytes(p.dtype) == 2, wide = lanes_of_f32 >= 16;
   const int64_t rows = p.group() * p.q_len;
   switch (core) {
@@ -216,10 +220,25 @@ bool comes_unasked(cpu_core core, const problem& p, int64_t lanes_of_f32) {
     case cpu_core::zen4:
       return rows <= (wide ? 3 : 1) || (wide && widened);
     case cpu_core::intel:
-      return !widened && rows <= 2 && are_side_by_side(p);
+      if (widened) return false;
+      return are_side_by_side(p) ? rows <= 2 : rows <= 3 && l2s <= (wide ? 2 : 4);
     default:
       return false;
   }
+}
+
+// Whether kernels with AVX-512 ask for K with K and for V with V. (16 bits and others never do: decode.hpp.)
+bool asks_for_own(cpu_core core, const problem& p, double l3s) {
+  if (p.k_strides[2] != p.head_dim || p.v_strides[2] != p.v_dim) return false;
+  const int64_t rows = p.group() * p.q_len;
+  const bool large = std::max(p.head_dim, p.v_dim) * dtype_bytes(p.dtype) > 256, as_four = rows == 3 || rows == 4;
+  return core == cpu_core::zen5 || (core == cpu_core::intel && l3s <= 1 / 3.0 && !(large && as_four));
+}
+
+// Whether decode with AVX-512 does 3 rows more than whole fours as four.
+bool adds_rows(cpu_core core, const plan& plan) {
+  const bool widened = dtype_bytes(plan.p.dtype) == 2;
+  return core == cpu_core::intel || (core == cpu_core::zen5 && plan.asks_own && !widened);
 }
 
 // How many kv heads a task of the decode route takes. What a step makes of a few rows is little and waits for the step
@@ -404,6 +423,7 @@ kernel_call make_call(const plan& plan) {
   c.tile = plan.table->dtype[p.dtype].attention[route_tile];
   c.prefetch = plan.prefetch;
   c.asks_own = plan.asks_own;
+  c.adds_rows = plan.adds_rows;
   c.asks_l1 = plan.asks_l1;
   c.turns = plan.turns;
   c.unit_steps = plan.unit_steps;
@@ -455,10 +475,12 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cp
   double read = kv_bytes;
   if (p.has_input(MH_INPUT_MASK)) read += pair_bytes(p, p.mask_strides, 1);
   if (p.has_input(MH_INPUT_BIAS)) read += pair_bytes(p, p.bias_strides, dtype_bytes(p.bias_dtype));
-  const bool in_half_l3 = read < static_cast<double>(l3_bytes) / 2;
-  const bool unasked = plan.kernel == route_decode && in_half_l3 && comes_unasked(core, p, table.lanes);
-  plan.prefetch = !unasked && read > static_cast<double>(l2_bytes) * (arithmetic ? 1 : 4);
-  plan.asks_own = core == cpu_core::zen5 && p.k_strides[2] == p.head_dim && p.v_strides[2] == p.v_dim;
+  const double l2s = read / static_cast<double>(l2_bytes),
+               l3s = read / static_cast<double>(std::max<int64_t>(l3_bytes, 1));
+  const bool unasked = plan.kernel == route_decode && l3s < 0.5 && comes_unasked(core, p, table.lanes, l2s);
+  plan.prefetch = !unasked && l2s > (arithmetic ? 1 : 4);
+  plan.asks_own = asks_for_own(core, p, l3s);
+  plan.adds_rows = plan.prefetch && table.lanes >= 16 && adds_rows(core, plan);
   plan.asks_l1 = core != cpu_core::zen4;
   const bool matrix = plan.kernel == route_matrix;
   plan.panel_rows = matrix ? matrix_rows : table.panel_rows[f64];

@@ -344,6 +344,27 @@ TEST_CASE("cores that bring rows better when asked otherwise are") {
   CHECK(!asks_own("f32 b2 h4/1 q1 kv2048 d128", zen4));
   CHECK(!asks_own("f32 b2 h4/1 q1 kv2048 d128", other));
   CHECK(!asks_own("f32 b2 h4/2 q1 kv2048 d128 bshd", zen5));  // rows of other heads lie between
+  // Intel: in a third of L3 alone, and not for passes of four long rows.
+  constexpr int64_t mb = 1 << 20;
+  const auto on_intel = [](const char* line, int64_t l3) {
+    return make_plan(problem_of(line), current_isa(), l2, intel, l3);
+  };
+  CHECK(on_intel("f32 b1 h12 q4 kv1024 d64", 19 * mb).asks_own);  // 6 MB
+  CHECK(!on_intel("f32 b1 h12 q4 kv1024 d64", 17 * mb).asks_own);
+  CHECK(on_intel("f32 b1 h6 q2 kv1024 d128", 19 * mb).asks_own);
+  for (const char* rows : {"3", "4"})
+    CHECK(!on_intel(("f32 b1 h6 q" + std::string(rows) + " kv1024 d128").c_str(), 19 * mb).asks_own);
+  CHECK(!on_intel("f32 b1 h8 q3 kv400 d64", 1000 * mb).prefetch);  // 1.6 MB, twice L2 is 2
+  CHECK(on_intel("f32 b1 h8 q4 kv400 d64", 1000 * mb).prefetch);
+  CHECK(on_intel("bf16 b1 h8 q2 kv800 d64", 1000 * mb).prefetch);
+  const bool wide = current_isa().lanes >= 16;
+  CHECK(on_intel("f32 b1 h16 q3 kv400 d64", 1000 * mb).prefetch == wide);  // 3.2 MB
+  for (const char* line : {"f32 b1 h16 q3 kv400 d64", "f16 b1 h16 q3 kv800 d64", "f64 b1 h16 q7 kv400 d64"})
+    CHECK(on_intel(line, 1000 * mb).adds_rows == wide);
+  CHECK(!on_intel("f32 b1 h1 q3 kv400 d64", 1000 * mb).adds_rows);
+  CHECK(make_plan(problem_of("f32 b1 h16 q3 kv400 d64"), current_isa(), l2, zen5).adds_rows == wide);
+  CHECK(!make_plan(problem_of("f16 b1 h16 q3 kv800 d64"), current_isa(), l2, zen5).adds_rows);
+  CHECK(!make_plan(problem_of("f32 b1 h16 q3 kv400 d64"), current_isa(), l2, zen4).adds_rows);
   const problem bf16 = problem_of("bf16 b2 h4/1 q1 kv2048 d128");
   CHECK(make_plan(bf16, current_isa(), l2, other).asks_l1);
   CHECK(make_plan(bf16, current_isa(), l2, zen5).asks_l1);

@@ -72,7 +72,7 @@ struct {
 } chosen;
 
 constexpr const char* dtype_names[] = {"f32", "f64", "bf16", "f16"};
-constexpr int64_t large_l2 = 1 << 20, small_l2 = 1 << 14;
+constexpr int64_t large_l2 = 1 << 20, small_l2 = 1 << 14, large_l3 = 1 << 30;
 constexpr double quick = 1.5e6;  // multiply-adds up to which a line is run in all dtypes
 
 mh_exec serial() {
@@ -325,8 +325,8 @@ void check_line(const problem_line& line) {
     const plan small = make_plan(c.p, *table, small_l2);
     if (small.block_q != large.block_q || small.prefetch != large.prefetch) {
       others.push_back(small);
-      for (const cpu_core core : {cpu_core::zen4, cpu_core::zen5}) {
-        const plan there = make_plan(c.p, *table, small_l2, core);
+      for (const cpu_core core : {cpu_core::zen4, cpu_core::zen5, cpu_core::intel}) {
+        const plan there = make_plan(c.p, *table, small_l2, core, core == cpu_core::intel ? large_l3 : 0);
         const bool decodes = small.kernel == route_decode || there.last_rows > 0;
         if (decodes && there.last_rows == small.last_rows) others.push_back(there);
       }

@@ -268,11 +268,10 @@ struct decode_task {
   // own rows of the next turn.
   MH_INLINE bool take_turns() const { return c.turns && heads > 1; }
 
-  MH_INLINE bool own_is_better() const { return may_ask_own && c.prefetch && c.asks_own; }
   // More rows take those of K and V in several passes, and 5 to 12 were 1.06 to 1.5 times as slow.
   MH_INLINE asks way_of_asking() const {
     if (c.copy_kv || !c.prefetch) return asks::nothing;
-    if (own_is_better() && rows <= most_rows) return asks::own;
+    if (may_ask_own && c.asks_own && rows <= most_rows) return asks::own;
     return widens && c.asks_l1 ? asks::other_l1 : asks::other;
   }
   template <asks For>
@@ -291,8 +290,8 @@ struct decode_task {
     if (way == asks::other) return f(constant<asks::other>{});
     f(constant<asks::nothing>{});
   }
-  // Three rows take two passes over K and V, four take one: faster from memory, by the only CPU measured that asks_own.
-  MH_INLINE bool adds_row() const { return own_is_better() && heads == 1 && rows % most_rows == most_rows - 1; }
+  // Three rows take two passes over K and V, four take one.
+  MH_INLINE bool adds_row() const { return c.adds_rows && heads == 1 && rows % most_rows == most_rows - 1; }
   // 16 rows and 8 KB: half and twice as much are slower.
   static MH_INLINE rows_at<D> further_on(rows_at<D> rows, int64_t dim) {
     return rows.from(max_of(16, 8192 / (dim * static_cast<int64_t>(sizeof(T)))));

@@ -72,6 +72,7 @@ struct kernel_call {
   int32_t prefetch;    // 1: ask for rows of K, V, Q and out ahead of need
   int32_t asks_own;    // 1: a decode step asks for rows of K with K and of V with V; else for each with the other
   int32_t asks_l1;     // 1: a decode step asks for rows in 16 bits into L1, else into L2
+  int32_t adds_rows;   // 1: a decode step of 3 rows more than whole fours has one of zeros more
   int32_t turns;       // 1: the kv heads of a decode step's task take turns, a few keys each
   int32_t unit_steps;  // 1: a decode step multiplies on the matrix unit (decode_unit.hpp)
   int32_t copy_kv;     // 1: copy each K and V tile to scratch first (plan.cpp: needs_copy)
