@@ -19,7 +19,7 @@
 //   prefill 1.01 to 1.09 times faster. A decode step of one f32 row has no arithmetic to hide it behind: 3 MB on two
 //   threads, within L2 together, 0.84 times as fast, 6 MB 1.00, 12 to 67 MB 1.02 to 1.12, 134 MB and more, from memory, 1.1
 //   to 1.4. So that asks beyond four times L2.
-//   Decode asks for rows of V with K and of K with V, in 16 bits into L1, else into L2. Two cores of AMD's want it otherwise:
+//   Decode asks for rows of V with K and of K with V, in 16 bits into L1, else into L2. Some cores want it otherwise:
 //   Zen 5: f32 and f64 with AVX-512 ask each for its own (decode.hpp says how far ahead): heads of 16 to 256, 1 to 12 rows,
 //   1.0 to 1.3 times as fast on one thread, 0.97 to 1.3 on two. In 16 bits 0.55 to 1.09, with AVX2 0.5 to 1.3, where heads
 //   lie side by side in rows 0.85 to 1.16: not there. What it finds in half of L3 it brings itself: 3 to 13 MB without
@@ -172,17 +172,20 @@ bool writes_side_by_side(const problem& p) {
   return p.kv_heads > 1 && p.out_strides[1] == p.v_dim && p.out_strides[3] == 1;
 }
 
-// Whether entry after entry of the batch, heads lie as far apart as in one.
-bool heads_follow(const int64_t* strides, int64_t heads) { return heads == 1 || strides[0] == heads * strides[1]; }
+// Whether entry after entry of the batch, heads lie as far apart as in one. (Strides of what is empty may be any.)
+bool heads_follow(const int64_t* strides, int64_t heads) {
+  int64_t next = 0;
+  return heads == 1 || (!__builtin_mul_overflow(heads, strides[1], &next) && strides[0] == next);
+}
 
 // Whether nothing tells a batch entry's heads from more heads of the entry before: tasks take all of them as of one entry, so
 // that the steps of several follow each other (heads_of_task) where each has few heads. On an Intel Xeon (AVX-512 and AVX2), one
-// thread: 32 entries of a head and 16 keys 1.35 to 1.45 times as fast, 2 to 64 entries of one and two heads and 8 to 64 keys
-// 1.05 to 1.2, entries of many heads 0.97 to 1.04; two threads 0.96 to 1.1.
+// thread: 32 entries of a head and 16 keys 1.34 to 1.47 times as fast, 2 to 64 entries of one and two heads and 8 to 64 keys
+// 1.05 to 1.29, entries of many heads 0.97 to 1.04; two threads 0.96 to 1.14.
 bool joins_entries(const problem& p) {
-  constexpr uint32_t of_entries =
+  constexpr uint32_t tells_apart =
       MH_INPUT_KEY_MASK | MH_INPUT_SEQUSED_K | MH_INPUT_Q_OFFSET | MH_INPUT_ALIBI | MH_INPUT_SINKS;
-  return !p.has_input(of_entries) && heads_follow(p.q_strides, p.heads) && heads_follow(p.k_strides, p.kv_heads) &&
+  return !p.has_input(tells_apart) && heads_follow(p.q_strides, p.heads) && heads_follow(p.k_strides, p.kv_heads) &&
          heads_follow(p.v_strides, p.kv_heads) && heads_follow(p.out_strides, p.heads) &&
          (!p.has_input(MH_INPUT_MASK) || heads_follow(p.mask_strides, p.heads)) &&
          (!p.has_input(MH_INPUT_BIAS) || heads_follow(p.bias_strides, p.heads)) &&
@@ -237,6 +240,7 @@ bool asks_for_own(cpu_core core, const problem& p, double l3s) {
 
 // Whether decode with AVX-512 does 3 rows more than whole fours as four.
 bool adds_rows(cpu_core core, const plan& plan) {
+  if (plan.kernel != route_decode || !plan.prefetch || plan.copy_kv || plan.table->lanes < 16) return false;
   const bool widened = dtype_bytes(plan.p.dtype) == 2;
   return core == cpu_core::intel || (core == cpu_core::zen5 && plan.asks_own && !widened);
 }
@@ -480,7 +484,7 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cp
   const bool unasked = plan.kernel == route_decode && l3s < 0.5 && comes_unasked(core, p, table.lanes, l2s);
   plan.prefetch = !unasked && l2s > (arithmetic ? 1 : 4);
   plan.asks_own = asks_for_own(core, p, l3s);
-  plan.adds_rows = plan.prefetch && table.lanes >= 16 && adds_rows(core, plan);
+  plan.adds_rows = adds_rows(core, plan);
   plan.asks_l1 = core != cpu_core::zen4;
   const bool matrix = plan.kernel == route_matrix;
   plan.panel_rows = matrix ? matrix_rows : table.panel_rows[f64];

@@ -44,8 +44,8 @@ struct plan {
   int64_t chunks;                             // splits; 1 = none
   bool prefetch;                              // rows of K, V, Q and out are asked for ahead of need
   bool asks_own;                              // decode does with K for K, with V for V
-  bool adds_rows;                             // 3 rows more than whole fours are done as four
   bool asks_l1;                               // and of rows in 16 bits, into L1
+  bool adds_rows;                             // 3 rows more than whole fours are done as four
   bool unit_steps;                            // decode steps multiply on the matrix unit
   bool turns;                                 // the kv heads of a decode step's task take turns, a few keys each
   bool copy_kv;                               // tiles of K and V are copied (converted, made contiguous) before use

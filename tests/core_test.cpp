@@ -113,12 +113,13 @@ const char* const busy_lines[] = {
     "f32 b1 h4/2 q2 kv3000 d40 mask lse weights colsums",
     "f32 b3 h2/1 q50 kv700 d16 lens lse weights",
     "f32 b2 h6/2 q90 kv90 d40 mask bias alibi softcap=20 sinks lse meanw colsums scores=biased",
-    "f32 b1 h4 q160 kv160 d64 causal data=poison lse",
+    "f32 b1 h4 q224 kv224 d64 causal data=poison lse",
     "f32 b2 h2 q150 kv400 d33 v17 strides=odd keymask window=100,50 align=br lse",
     "f64 b1 h4/2 q100 kv300 d16 causal align=tl lse weights",
     "bf16 b2 h8/2 q40 kv200 d64 bshd causal align=br lse colsums",
     "bf16 b2 h8/2 q40 kv200 d64 bshd causal align=br lse",
     "f32 b1 h4 q160 kv256 d64 mask lse",
+    "f32 b1 h4 q161 kv200 d64 lse",
     "f16 b1 h8/1 q1 kv3000 d128 lse",
     "bf16 b2 h8/2 q3 kv3000 d64 bshd causal align=br lse",
 };
@@ -362,6 +363,7 @@ TEST_CASE("cores that bring rows better when asked otherwise are") {
   for (const char* line : {"f32 b1 h16 q3 kv400 d64", "f16 b1 h16 q3 kv800 d64", "f64 b1 h16 q7 kv400 d64"})
     CHECK(on_intel(line, 1000 * mb).adds_rows == wide);
   CHECK(!on_intel("f32 b1 h1 q3 kv400 d64", 1000 * mb).adds_rows);
+  CHECK(!on_intel("f32 b1 h16 q99 kv500 d64", 1000 * mb).adds_rows);  // the last three find K and V in cache
   CHECK(make_plan(problem_of("f32 b1 h16 q3 kv400 d64"), current_isa(), l2, zen5).adds_rows == wide);
   CHECK(!make_plan(problem_of("f16 b1 h16 q3 kv800 d64"), current_isa(), l2, zen5).adds_rows);
   CHECK(!make_plan(problem_of("f32 b1 h16 q3 kv400 d64"), current_isa(), l2, zen4).adds_rows);
@@ -558,6 +560,22 @@ TEST_CASE("a decode step takes the heads of all batch entries as of one where no
     CAPTURE(input);
     CHECK(entries(("f32 b8 h1 q1 kv8 d64 " + std::string(input)).c_str()) == 8);
   }
+  for (const char* shared : {"mask bcast=b", "mask bcast=h", "bias bcast=b", "bias bcast=h"}) {
+    CAPTURE(shared);
+    CHECK(entries(("f32 b8 h2 q1 kv8 d64 " + std::string(shared)).c_str()) == 8);
+  }
+  CHECK(entries("f32 b8 h2 q1 kv8 d64 mask bias bcast=bh") == 1);
+  // Of one array alone.
+  const problem follows = problem_of("f32 b8 h2 q1 kv8 d64 lse");
+  for (int64_t(problem::* strides)[4] :
+       {&problem::q_strides, &problem::k_strides, &problem::v_strides, &problem::out_strides}) {
+    problem p = follows;
+    (p.*strides)[0] *= 2;
+    CHECK(make_plan(p, current_isa(), l2).entries == 8);
+  }
+  problem p = follows;
+  p.lse_strides[0] *= 2;
+  CHECK(make_plan(p, current_isa(), l2).entries == 8);
   CHECK(entries("f32 b8 h1 q1 kv8 d64 weights") == 8);
   CHECK(entries("f32 b8 h1 q64 kv64 d64") == 8);
 }
@@ -981,7 +999,8 @@ TEST_CASE("a request has the same bits alone and in a batch") {
           "f32 b5 h4/2 q3 kv700 d17 lens offsets causal window=300,0 mask bias sinks alibi softcap=9 lse weights meanw "
           "colsums scores=biased",
           "bf16 b5 h4/2 q50 kv700 d64 lens data=masked lse", "bf16 b5 h8/2 q2 kv700 d64 lens align=br causal lse",
-          "f64 b5 h4/2 q50 kv200 d24 lens keymask lse colsums"}) {
+          "f64 b5 h4/2 q50 kv200 d24 lens keymask lse colsums", "f32 b5 h1 q3 kv300 d40 mask bias lse",
+          "f32 b5 h4/2 q1 kv1500 d64 causal align=br lse"}) {
       test_case all(parse_problem(text)), alone(parse_problem(text));
       INFO(std::string(text));
       INFO(std::string(table->isa));

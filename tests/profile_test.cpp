@@ -198,6 +198,23 @@ TEST_CASE("a profile changes no bit") {
   }
 }
 
+TEST_CASE("a slice of a trace names the batch entry and kv head of its first task") {
+  test_case c(parse_problem("f32 b64 h4/2 q1 kv700 d64"));
+  const plan plan = make_plan(c.p, current_isa(), l2);
+  REQUIRE(plan.entries == 1);  // to kernels
+  const profiled seen = profile_of([&] { run(plan, c.t, exec_of(1)); });
+  const auto highest = [&](const std::string& key) {
+    double most = 0;
+    for (size_t at = seen.trace.find("\"" + key + "\": "); at != seen.trace.npos;
+         at = seen.trace.find("\"" + key + "\": ", at + 1))
+      most = std::max(most, number_of(seen.trace, key, at));
+    return most;
+  };
+  CHECK(highest("batch") > 1);
+  CHECK(highest("batch") < 64);
+  CHECK(highest("kv_head") < 2);
+}
+
 TEST_CASE("what does not fit is counted") {
   test_case c(parse_problem("f32 b4 h8 q64 kv64 d64"));
   const plan plan = make_plan(c.p, current_isa(), l2);

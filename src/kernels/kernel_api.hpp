@@ -14,7 +14,8 @@ struct kernel_call;
 struct kernel_task;
 using task_fn = void (*)(const kernel_call*, const kernel_task*);
 
-// What all tasks of one call share. Strides in elements; dimension order as in manyhead.h.
+// What all tasks of one call share. Strides in elements; dimension order as in manyhead.h. Heads of several batch entries
+// may be told as those of one (plan.hpp: entries), here and in kernel_task.
 struct kernel_call {
   int64_t heads, kv_heads, group, q_len, kv_len, head_dim, v_dim;
   int64_t rows;        // group * q_len

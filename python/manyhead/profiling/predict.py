@@ -352,8 +352,8 @@ def _decode(
         "values": v * (rows * core.add * at_once + loads),
         "softmax": weighed * core.decode_softmax * (F64_SOFTMAX if shape.real == 8 else 1),
         "mask": _masks(planned, shape, weighed, rows),
-        "pack": tasks * rows * shape.d / shape.lanes * core.row + copied,
-        "store": tasks * rows * shape.v / shape.lanes * core.row,
+        "pack": shape.heads * shape.chunks * rows * shape.d / shape.lanes * core.row + copied,
+        "store": shape.heads * shape.chunks * rows * shape.v / shape.lanes * core.row,
         "task": tasks * TASK,
     }
 
@@ -363,16 +363,15 @@ def _unit_steps(planned: Planned, shape: Shape, peak: float) -> dict[str, float]
     keys = shape.heads * shape.reached(rows)
     k, v = (dim * shape.item / LINE for dim in (shape.d, shape.v))  # lines of a key
     blocks = _blocks(rows, 16)
-    tasks = planned.plan["tasks"]
     weights = 2 if planned.dtype == "f16" else 1  # parts, each multiplied with V: unmeasured
     return {
         "scores": keys * (STEP_KEY + STEP_LINE * (k + v) + STEP_BLOCK * k * (blocks - 1)),
         "values": keys * (2 + STEP_RESULT * v * blocks * weights),
         "softmax": keys * (2 + STEP_WEIGHT * rows),
         "mask": _masks(planned, shape, keys * rows / shape.lanes, rows),
-        "pack": tasks * rows * shape.d / shape.lanes * core.row,
-        "store": tasks * rows * shape.v / shape.lanes * core.row,
-        "task": tasks * TASK,
+        "pack": shape.heads * shape.chunks * rows * shape.d / shape.lanes * core.row,
+        "store": shape.heads * shape.chunks * rows * shape.v / shape.lanes * core.row,
+        "task": planned.plan["tasks"] * TASK,
     }
 
 
