@@ -3,10 +3,12 @@
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <map>
 #include <memory>
+#include <numeric>
 #include <string>
 #include <thread>
 #include <vector>
@@ -43,12 +45,17 @@ double number_of(const std::string& text, const std::string& key, size_t from = 
   return std::strtod(text.c_str() + at + key.size() + 4, nullptr);
 }
 
-// The sum of the numbers behind each "key": at or after `from`.
-double sum_of(const std::string& text, const std::string& key, size_t from = 0) {
-  double sum = 0;
+// The numbers behind each "key": at or after `from`.
+std::vector<double> numbers_of(const std::string& text, const std::string& key, size_t from = 0) {
+  std::vector<double> all;
   for (size_t at = text.find("\"" + key + "\": ", from); at != text.npos; at = text.find("\"" + key + "\": ", at + 1))
-    sum += number_of(text, key, at);
-  return sum;
+    all.push_back(number_of(text, key, at));
+  return all;
+}
+
+double sum_of(const std::string& text, const std::string& key, size_t from = 0) {
+  const std::vector<double> all = numbers_of(text, key, from);
+  return std::accumulate(all.begin(), all.end(), 0.0);
 }
 
 int64_t count_of(const std::string& text, const std::string& what) {
@@ -203,16 +210,12 @@ TEST_CASE("a slice of a trace names the batch entry and kv head of its first tas
   const plan plan = make_plan(c.p, current_isa(), l2);
   REQUIRE(plan.entries == 1);  // to kernels
   const profiled seen = profile_of([&] { run(plan, c.t, exec_of(1)); });
-  const auto highest = [&](const std::string& key) {
-    double most = 0;
-    for (size_t at = seen.trace.find("\"" + key + "\": "); at != seen.trace.npos;
-         at = seen.trace.find("\"" + key + "\": ", at + 1))
-      most = std::max(most, number_of(seen.trace, key, at));
-    return most;
-  };
-  CHECK(highest("batch") > 1);
-  CHECK(highest("batch") < 64);
-  CHECK(highest("kv_head") < 2);
+  const std::vector<double> batches = numbers_of(seen.trace, "batch"), heads = numbers_of(seen.trace, "kv_head");
+  REQUIRE(!batches.empty());
+  REQUIRE(!heads.empty());
+  CHECK(*std::ranges::max_element(batches) > 1);
+  CHECK(*std::ranges::max_element(batches) < 64);
+  CHECK(*std::ranges::max_element(heads) < 2);
 }
 
 TEST_CASE("what does not fit is counted") {
