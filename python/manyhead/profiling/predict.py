@@ -194,6 +194,10 @@ class Shape:
         self.edges = int(bool(p.causal) or (window and p.window_right >= 0)) + int(window and p.window_left >= 0)
         self.splits = max(plan["tasks"] / max(self.heads * self.chunks, 1), 1)  # a head's rows, in so many tasks
 
+    def row_vectors(self, dim: int) -> float:
+        """Vectors of all rows of `dim` numbers. Chunks pack and store each for itself."""
+        return self.heads * self.chunks * self.rows * dim / self.lanes
+
     def of_rows(self, rows: int) -> Shape:
         """The same with so many rows of each head."""
         part = copy.copy(self)
@@ -294,7 +298,7 @@ def _tile(planned: Planned, shape: Shape, peak: float) -> dict[str, float]:
         "softmax": weighed * softmax + tiles * PANEL,
         "mask": _masks(planned, shape, weighed, width),
         "pack": vectors * shape.d * core.pack * shape.chunks + brought * widened,
-        "store": shape.heads * shape.rows * shape.v / shape.lanes * core.store * shape.chunks,
+        "store": shape.row_vectors(shape.v) * core.store,
         "task": planned.plan["tasks"] * TASK,
     }
     if planned.plan["second_pass"]:  # scores and weights again, now that the sums are known
@@ -328,7 +332,7 @@ def _matrix(planned: Planned, shape: Shape, peak: float) -> dict[str, float]:
         "softmax": weighed * unit.softmax[planned.dtype] * (FAST_SOFTMAX if shape.fast else 1),
         "mask": _masks(planned, shape, weighed, UNIT),
         "pack": (brought + vectors * d * UNIT * shape.chunks) * unit.pack * parts,
-        "store": shape.heads * shape.rows * shape.v / shape.lanes * unit.store * shape.chunks,
+        "store": shape.row_vectors(shape.v) * unit.store,
         "task": planned.plan["tasks"] * TASK,
     }
 
@@ -352,8 +356,8 @@ def _decode(
         "values": v * (rows * core.add * at_once + loads),
         "softmax": weighed * core.decode_softmax * (F64_SOFTMAX if shape.real == 8 else 1),
         "mask": _masks(planned, shape, weighed, rows),
-        "pack": shape.heads * shape.chunks * rows * shape.d / shape.lanes * core.row + copied,
-        "store": shape.heads * shape.chunks * rows * shape.v / shape.lanes * core.row,
+        "pack": shape.row_vectors(shape.d) * core.row + copied,
+        "store": shape.row_vectors(shape.v) * core.row,
         "task": tasks * TASK,
     }
 
@@ -369,8 +373,8 @@ def _unit_steps(planned: Planned, shape: Shape, peak: float) -> dict[str, float]
         "values": keys * (2 + STEP_RESULT * v * blocks * weights),
         "softmax": keys * (2 + STEP_WEIGHT * rows),
         "mask": _masks(planned, shape, keys * rows / shape.lanes, rows),
-        "pack": shape.heads * shape.chunks * rows * shape.d / shape.lanes * core.row,
-        "store": shape.heads * shape.chunks * rows * shape.v / shape.lanes * core.row,
+        "pack": shape.row_vectors(shape.d) * core.row,
+        "store": shape.row_vectors(shape.v) * core.row,
         "task": planned.plan["tasks"] * TASK,
     }
 
