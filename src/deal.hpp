@@ -8,6 +8,8 @@
 #include <bit>
 #include <cstdint>
 
+#include "blocks.hpp"
+
 namespace manyhead {
 
 struct dealing {
@@ -27,7 +29,7 @@ class deal {
         step_(how.step),
         shares_(how.shares ? std::min(workers, most_shares) : 1),
         parts_(how.in_halves ? 2 * (workers / shares_) : 0) {
-    const int64_t steps = (items + step_ - 1) / step_;
+    const int64_t steps = blocks(items, step_);
     uint64_t open = 0;
     for (int64_t i = 0; i < shares_; ++i) {
       const int64_t begin = border(steps, i), end = border(steps, i + 1);

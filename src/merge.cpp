@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <initializer_list>
 
+#include "blocks.hpp"
 #include "check.hpp"
 #include "plan.hpp"
 #include "pool.hpp"
@@ -92,7 +93,7 @@ void merge_rows(const mh_merge& m, merge_args args, const array& out, void* out_
                                              static_cast<long long>(m.batch), static_cast<long long>(m.heads),
                                              static_cast<long long>(m.q_len), static_cast<long long>(m.v_dim));
                              });
-  parallel_for((work.rows + work.block - 1) / work.block, threads, exec, watched, phase_merge, run_block, &work);
+  parallel_for(blocks(work.rows, work.block), threads, exec, watched, phase_merge, run_block, &work);
 }
 
 struct outputs {

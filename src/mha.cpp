@@ -10,6 +10,7 @@
 #include <initializer_list>
 #include <new>
 
+#include "blocks.hpp"
 #include "check.hpp"
 #include "machine.hpp"
 #include "plan.hpp"
@@ -245,7 +246,7 @@ void copy_rows(const Real* from, const int64_t* from_strides, Real* to, const in
     int64_t blocks;
   };
   constexpr int64_t block = 64;
-  copy_work work{from, to, from_strides, to_strides, dims, (dims[1] + block - 1) / block};
+  copy_work work{from, to, from_strides, to_strides, dims, blocks(dims[1], block)};
   parallel_for(
       dims[0] * work.blocks, usable_threads(exec), exec, watched, phase_pack,
       [](void* arg, int64_t task, int64_t) {

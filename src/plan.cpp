@@ -39,7 +39,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 
+#include "blocks.hpp"
 #include "check.hpp"
 #include "json.hpp"
 #include "machine.hpp"
@@ -55,9 +57,6 @@ constexpr int64_t matrix_rows = 32;                // of a panel
 constexpr int64_t most_panels = 16, most_matrix_panels = 32;  // of a task; kernels have room for so many
 constexpr int64_t split_rows = 128;  // at most this many rows per kv head and batch entry: split long keys
 constexpr int64_t split_keys = 512;  // of a chunk, up to whole tiles
-
-int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
-int64_t blocks(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
 int64_t dtype_bytes(int32_t dtype) { return dtype == MH_DTYPE_F64 ? 8 : dtype == MH_DTYPE_F32 ? 4 : 2; }
 
@@ -172,24 +171,31 @@ bool writes_side_by_side(const problem& p) {
   return p.kv_heads > 1 && p.out_strides[1] == p.v_dim && p.out_strides[3] == 1;
 }
 
-// Whether entry after entry of the batch, heads lie as far apart as in one. (Strides of what is empty may be any.)
-bool heads_follow(const int64_t* strides, int64_t heads) {
-  int64_t next = 0;
-  return heads == 1 || (!__builtin_mul_overflow(heads, strides[1], &next) && strides[0] == next);
-}
-
-// Whether nothing tells a batch entry's heads from more heads of the entry before: tasks take all of them as of one entry, so
-// that the steps of several follow each other (heads_of_task) where each has few heads. On an Intel Xeon (AVX-512 and AVX2), one
-// thread: 32 entries of a head and 16 keys 1.34 to 1.47 times as fast, 2 to 64 entries of one and two heads and 8 to 64 keys
-// 1.05 to 1.29, entries of many heads 0.97 to 1.04; two threads 0.96 to 1.14.
-bool joins_entries(const problem& p) {
+// The same with all heads of a batch as those of one entry, where nothing tells an entry's heads from more heads of the entry
+// before: so that the steps of several follow each other in a task (heads_of_task) where each entry has few. On an Intel Xeon
+// (AVX-512 and AVX2), one thread: 32 entries of a head and 16 keys 1.34 to 1.47 times as fast, 2 to 64 entries of one and two
+// heads and 8 to 64 keys 1.05 to 1.29, entries of many heads 0.97 to 1.04; two threads 0.96 to 1.14.
+std::optional<problem> joined(const problem& p) {
   constexpr uint32_t tells_apart =
       MH_INPUT_KEY_MASK | MH_INPUT_SEQUSED_K | MH_INPUT_Q_OFFSET | MH_INPUT_ALIBI | MH_INPUT_SINKS;
-  return !p.has_input(tells_apart) && heads_follow(p.q_strides, p.heads) && heads_follow(p.k_strides, p.kv_heads) &&
-         heads_follow(p.v_strides, p.kv_heads) && heads_follow(p.out_strides, p.heads) &&
-         (!p.has_input(MH_INPUT_MASK) || heads_follow(p.mask_strides, p.heads)) &&
-         (!p.has_input(MH_INPUT_BIAS) || heads_follow(p.bias_strides, p.heads)) &&
-         (!p.has_output(MH_OUTPUT_LSE) || heads_follow(p.lse_strides, p.heads));
+  if (p.batch <= 1 || p.has_input(tells_apart)) return {};
+  problem one = p;
+  one.batch = 1;
+  one.heads = p.batch * p.heads;
+  one.kv_heads = p.batch * p.kv_heads;
+  // Entry after entry heads have to lie as far apart as in one. Strides of what is empty may be any, of what is not there are 0.
+  const auto join = [](int64_t* strides, int64_t heads) {
+    if (heads == 1) strides[1] = strides[0];
+    int64_t next = 0;
+    return heads == 1 || (!__builtin_mul_overflow(heads, strides[1], &next) && strides[0] == next);
+  };
+  for (int64_t* strides : {one.q_strides, one.out_strides, one.mask_strides, one.bias_strides, one.lse_strides}) {
+    if (!join(strides, p.heads)) return {};
+  }
+  for (int64_t* strides : {one.k_strides, one.v_strides}) {
+    if (!join(strides, p.kv_heads)) return {};
+  }
+  return one;
 }
 
 // Shares pay where cores find their own in L2 in the next call, if but half of it, where reading takes time beside the
@@ -361,13 +367,13 @@ double share_skipped(const problem& p, int64_t panel_rows, int64_t block_kv) {
   return 1.0 - used / (static_cast<double>(tiles) * static_cast<double>(panels));
 }
 
-kernel_call make_call(const plan& plan) {
-  const problem& p = plan.p;
+// p: the plan's problem, or as joined.
+kernel_call make_call(const plan& plan, const problem& p) {
   kernel_call c{};
-  c.batch = plan.entries;
-  c.kv_heads = plan.entry_heads;
+  c.batch = p.batch;
+  c.kv_heads = p.kv_heads;
   c.group = p.group();
-  c.heads = c.kv_heads * c.group;
+  c.heads = p.heads;
   c.q_len = p.q_len;
   c.kv_len = p.kv_len;
   c.head_dim = p.head_dim;
@@ -386,14 +392,6 @@ kernel_call make_call(const plan& plan) {
   std::copy_n(p.mean_weights_strides, 3, c.mean_weights_strides);
   std::copy_n(p.scores_strides, 4, c.scores_strides);
   c.alibi_batch_stride = p.alibi_batch_stride;
-  if (plan.entries != p.batch) {
-    const auto join = [](int64_t* strides, int64_t heads) {
-      if (heads == 1) strides[1] = strides[0];
-    };
-    for (int64_t* strides : {c.q_strides, c.out_strides, c.mask_strides, c.bias_strides, c.lse_strides})
-      join(strides, p.heads);
-    for (int64_t* strides : {c.k_strides, c.v_strides}) join(strides, p.kv_heads);
-  }
   const double log2e = 1.4426950408889634074;
   const bool natural =
       p.softcap > 0 || p.has_input(MH_INPUT_ALIBI) || p.has_input(MH_INPUT_BIAS) || p.has_output(MH_OUTPUT_SCORES);
@@ -488,9 +486,10 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cp
   plan.asks_l1 = core != cpu_core::zen4;
   const bool matrix = plan.kernel == route_matrix;
   plan.panel_rows = matrix ? matrix_rows : table.panel_rows[f64];
-  const bool joined = plan.kernel == route_decode && p.batch > 1 && joins_entries(p);
-  plan.entries = joined ? 1 : p.batch;
-  plan.entry_heads = joined ? p.batch * p.kv_heads : p.kv_heads;
+  const std::optional<problem> one = plan.kernel == route_decode ? joined(p) : std::nullopt;
+  const problem& told = one ? *one : p;
+  plan.entries = told.batch;
+  plan.entry_heads = told.kv_heads;
   plan.heads_at_once = 1;
   if (plan.kernel == route_decode) {
     plan.block_q = std::max<int64_t>(rows, 1);
@@ -532,7 +531,7 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cp
   plan.share_threads = share_threads_of(plan, plan.bytes + read - kv_bytes, l2_bytes);
   plan.tiles_skipped = share_skipped(p, std::min(plan.block_q, plan.panel_rows), plan.block_kv);
 
-  plan.call = make_call(plan);
+  plan.call = make_call(plan, told);
   plan.scratch_bytes = kernels.scratch_bytes[plan.kernel](&plan.call, plan.block_q * plan.heads_at_once);
   if (plan.last_rows > 0) {
     const kernel_call last = last_call(plan, plan.call);

@@ -23,6 +23,7 @@
 #include <unistd.h>
 #endif
 
+#include "blocks.hpp"
 #include "check.hpp"
 #include "counters.hpp"
 #include "json.hpp"
@@ -384,7 +385,7 @@ void watched_stage::start(const watched_call& call, phase what, int64_t tasks, i
   }
   call_ = &call;
   workers_ = &s.workers[first];
-  tasks_each_ = (tasks + workers - 1) / workers;
+  tasks_each_ = blocks(tasks, workers);
   for (int64_t i = 0; i < workers; ++i) {
     workers_[i].call = call.record_ - s.calls.records.get();
     workers_[i].thread = -1;

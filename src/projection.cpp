@@ -5,6 +5,7 @@
 #include <numeric>
 #include <utility>
 
+#include "blocks.hpp"
 #include "machine.hpp"
 #include "plan.hpp"
 #include "pool.hpp"
@@ -13,9 +14,6 @@
 
 namespace manyhead {
 namespace {
-
-int64_t blocks(int64_t n, int64_t size) { return (n + size - 1) / size; }
-int64_t round_up(int64_t n, int64_t step) { return blocks(n, step) * step; }
 
 // Waking a thread costs 3 to 100 microseconds: each should find at least this much work.
 constexpr double us_of_thread = 15;

@@ -16,6 +16,7 @@
 #include <memory>
 #include <new>
 
+#include "blocks.hpp"
 #include "kernels/kernel_api.hpp"
 #include "memory.hpp"
 #include "profile.hpp"
@@ -61,7 +62,7 @@ class linear {
   int64_t out() const noexcept { return out_; }
   int64_t in() const noexcept { return in_; }
   int64_t width() const noexcept { return width_; }
-  int64_t panels() const noexcept { return (out_ + width_ - 1) / width_; }
+  int64_t panels() const noexcept { return blocks(out_, width_); }
   int64_t panel_bytes() const noexcept { return width_ * in_ * static_cast<int64_t>(sizeof(Real)); }
 
   void set_row(int64_t row, const Real* from, int64_t stride) noexcept;

@@ -19,6 +19,8 @@
 #include <algorithm>
 #include <queue>
 
+#include "blocks.hpp"
+
 namespace manyhead {
 namespace {
 
@@ -35,9 +37,6 @@ constexpr int64_t heads_of_share = 4;  // or more, and as many for all, where ta
 constexpr int64_t row_cost_keys = 16;
 // Beyond this many tasks they are not played through (tens of milliseconds), and the bound for any order is told.
 constexpr int64_t most_played = int64_t{1} << 18;
-
-// Calls of a microsecond or less are one task, or few: divisions, of up to 18 cycles, only where they are needed.
-int64_t blocks(int64_t n, int64_t size) { return n <= size ? static_cast<int64_t>(n > 0) : (n + size - 1) / size; }
 
 struct division {
   int64_t quotient, rest;

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <optional>
 
+#include "blocks.hpp"
 #include "deal.hpp"
 #include "error.hpp"
 #include "pool.hpp"
@@ -16,8 +17,6 @@
 
 namespace manyhead {
 namespace {
-
-int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
 // Kernels run in the default floating-point state (round to nearest, denormals kept, no traps) whatever the host's is,
 // and leave it as it was, sticky flags included: so results do not depend on which of the host's threads ran what.
@@ -198,7 +197,7 @@ void merge_chunks(const plan& plan, const kernel_call& c, int64_t threads, const
   m.lse_base = c.lse_base;
   // About 16 KB of partial results an item: enough to be worth handing out, and few rows of many chunks still make many.
   const int64_t rows_at_once = std::clamp<int64_t>(4096 / (c.chunks * c.v_dim), 1, 32);
-  for_each((rows + rows_at_once - 1) / rows_at_once, threads, exec, watched, phase_merge, [&](const turn& t) {
+  for_each(blocks(rows, rows_at_once), threads, exec, watched, phase_merge, [&](const turn& t) {
     plan.table->dtype[plan.p.dtype].merge_real(&m, t.index * rows_at_once,
                                                std::min(rows, (t.index + 1) * rows_at_once));
   });
