@@ -43,6 +43,7 @@
 
 #include "blocks.hpp"
 #include "check.hpp"
+#include "fp_state.hpp"
 #include "json.hpp"
 #include "machine.hpp"
 #include "problem_line.hpp"
@@ -443,6 +444,7 @@ kernel_call last_call(const plan& plan, const kernel_call& of_panels) {
 }
 
 plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cpu_core core, int64_t l3_bytes) {
+  const default_fp_state fp;
   plan plan{};
   plan.p = p;
   plan.table = &table;

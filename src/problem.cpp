@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "check.hpp"
+#include "fp_state.hpp"
 
 namespace manyhead {
 namespace {
@@ -293,6 +294,7 @@ bool plainly_good(const problem& p, const mh_tensors& t) noexcept {
 }  // namespace
 
 problem validate(const mh_problem& user, int64_t extra_keys) {
+  const default_fp_state fp;
   problem p;
   static_cast<mh_problem&>(p) = read_struct(&user, offsetof(mh_problem, q_strides), "problem");
   p.extra_keys = extra_keys;

@@ -31,6 +31,7 @@
 #include "crew.hpp"
 #include "deal.hpp"
 #include "error.hpp"
+#include "fp_state.hpp"
 #include "json.hpp"
 #include "machine.hpp"
 #include "plan.hpp"
@@ -1309,42 +1310,25 @@ TEST_CASE("the count of allocations counts") {
 
 // --- floating-point state --------------------------------------------------------------------------------------------
 
-#if defined(__x86_64__)
-// Flush to zero, denormals are zero, round up; round down, and overflow, division by zero and invalid operations trap;
-// the default.
-constexpr uint64_t states[] = {0x1f80 | 0x8000 | 0x0040 | 0x4000, 0x1900 | 0x2000, 0x1f80};
-uint64_t get_state() {
-  return __builtin_ia32_stmxcsr() & ~0x3fU;
-}  // without the sticky flags, which any arithmetic sets
-void set_state(uint64_t state) { __builtin_ia32_ldmxcsr(static_cast<unsigned>(state)); }
-#elif defined(__aarch64__)
-constexpr uint64_t states[] = {uint64_t{1} << 24 | uint64_t{1} << 22, uint64_t{2} << 22,
-                               0};  // flush, round up; round down; default
-uint64_t get_state() {
-  uint64_t state = 0;
-  asm volatile("mrs %0, fpcr" : "=r"(state));
-  return state;
-}
-void set_state(uint64_t state) { asm volatile("msr fpcr, %0" : : "r"(state)); }
-#endif
-
 TEST_CASE("the floating-point state stays the caller's, and does not matter") {
-  const uint64_t own = get_state();
-  for (const char* text : {"f32 b2 h4/2 q130 kv300 d64 causal align=br lse weights meanw colsums",
-                           "f32 b1 h8/2 q1 kv5000 d64 data=denormal lse", "f32 b1 h2 q5 kv9 d8"}) {
+  const uint64_t own = fp_state();
+  for (const char* text :
+       {"f32 b2 h4/2 q130 kv300 d64 causal align=br lse weights meanw colsums",
+        "f32 b1 h8/2 q1 kv5000 d64 data=denormal lse", "f32 b1 h2 q5 kv9 d8", "f64 b1 h2 q5 kv9 d40"}) {
     INFO(std::string(text));
     test_case c(parse_problem(text));
     const plan plan = make_plan(c.p, current_isa(), l2);
     const output_bits want = run_bits(c, plan, exec_of(1));
-    for (const uint64_t state : states) {
+    for (const uint64_t state : fp_states) {
       uint64_t after = 0;
       for (const int32_t threads : {1, 0}) {
         c.clear_outputs();
         const mh_exec exec = exec_of(threads);
-        set_state(state);
-        run(plan, c.t, exec);
-        after = get_state();
-        set_state(own);
+        set_fp_state(state);
+        const problem checked = validate(c.line.problem);
+        run(make_plan(checked, current_isa(), l2), c.t, exec);
+        after = fp_state();
+        set_fp_state(own);
         CHECK(after == state);
         CHECK(output_bits{c.output_bytes()} == want);
       }
@@ -1352,10 +1336,10 @@ TEST_CASE("the floating-point state stays the caller's, and does not matter") {
       std::atomic<int> changed{0};
       hook_body pool = [&](int64_t n, const auto& call) {
         on_threads(n, [&](int64_t i) {
-          set_state(state);
+          set_fp_state(state);
           call(i);
-          changed += get_state() != state;
-          set_state(own);
+          changed += fp_state() != state;
+          set_fp_state(own);
         });
       };
       CHECK(run_bits(c, plan, exec_with(pool, 3)) == want);
