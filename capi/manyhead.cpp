@@ -134,9 +134,7 @@ class plan_of_call {
 mh_exec read_exec(const mh_exec* user) {
   mh_exec exec = {};
   exec.struct_size = sizeof exec;
-  exec.threads = manyhead::wanted_threads(0);
-  if (user == nullptr) return exec;
-  exec = read_struct(user, offsetof(mh_exec, parallel_for), "exec");
+  if (user != nullptr) exec = read_struct(user, offsetof(mh_exec, parallel_for), "exec");
   check_at_least("exec.threads", exec.threads, 0);
   // Asked once a call: the cap may change while it runs.
   exec.threads = manyhead::wanted_threads(exec.threads);

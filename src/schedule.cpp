@@ -120,13 +120,18 @@ schedule::place schedule::place_of(int64_t index) const {
 }
 
 void schedule::put_rows(int64_t position, kernel_task& t) const {
+  const int64_t all_rows = plan_.p.group() * plan_.p.q_len;
+  if (cut_.head_tasks == 1) {
+    t.row_end = all_rows;
+    return;
+  }
   t.chunk = plan_.chunks > 1 ? position % plan_.chunks : 0;
   int64_t piece = plan_.chunks > 1 ? position / plan_.chunks : position;
   if (cut_.last_longest) piece = cut_.head_pieces - 1 - piece;
   t.row_block = plan_.row_blocks > 1 ? std::min(piece / cut_.block_pieces, plan_.row_blocks - 1) : 0;
   piece -= t.row_block * cut_.block_pieces;
   const int64_t block_begin = t.row_block * plan_.block_q;
-  const int64_t all_rows = plan_.p.group() * plan_.p.q_len, whole = all_rows - plan_.last_rows;
+  const int64_t whole = all_rows - plan_.last_rows;
   const int64_t rows = std::min(plan_.block_q, whole - block_begin);
   // Kernels whose widest panel is three vectors cut the last four vectors of rows into two and two (panel_vectors):
   // where a border would leave one vector, it lies one vector before.

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <optional>
 
 #include "blocks.hpp"
 #include "deal.hpp"
@@ -43,7 +42,8 @@ class workspace {
   }
 
  private:
-  static thread_memory& kept() {
+  // Out of line, as each mention of what is a thread's own is a call.
+  __attribute__((noinline)) static thread_memory& kept() {
     thread_local thread_memory memory;
     return memory;
   }
@@ -97,7 +97,6 @@ void for_each(int64_t items, int64_t threads, const mh_exec& exec, const watched
   const int64_t workers = std::min(items, threads);
   const watched_stage stage(watched, what, items, workers);
   if (workers == 1) {  // nothing is shared
-    const default_fp_state fp;
     watched_worker alone(stage, 0);
     return do_range(item, 0, items, 0, alone);
   }
@@ -230,8 +229,9 @@ void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec, const
 
   // Tasks of a decode step in runs: each waits for the first rows of its keys, unless the one before asked for them.
   const schedule order(plan, threads);
-  std::optional<kernel_call> last;  // of a task's rows, those that take the decode route
-  if (plan.last_rows > 0) last = last_call(plan, c);
+  const bool with_last = plan.last_rows > 0;
+  kernel_call last;  // of a task's rows, those that take the decode route
+  if (with_last) last = last_call(plan, c);
   for_each(order.tasks(), threads, exec, watched, phase_count,
            [&](const turn& now) {
              kernel_task t = order.at(now.index);
@@ -239,18 +239,19 @@ void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec, const
              const kernel_task following = now.next >= 0 ? order.at(now.next) : kernel_task{};
              t.next = now.next >= 0 ? &following : nullptr;
              t.clock = now.watched->clock_of(t);
-             const bool has_last = last && t.row_end == c.rows;
+             const bool has_last = with_last && t.row_end == c.rows;
              if (has_last) t.row_end -= plan.last_rows;
              kernels.attention[plan.kernel](&c, &t);
              if (!has_last) return;
              t.row_begin = t.row_end;
              t.row_end = c.rows;
              t.next = nullptr;
-             kernels.attention[route_decode](&*last, &t);
+             kernels.attention[route_decode](&last, &t);
            },
            {step_of(plan, order.tasks(), threads), order.in_shares(), plan.kernel == route_decode});
   if (plan.chunks > 1) merge_chunks(plan, c, threads, exec, watched);
 
+  if (!plan.second_pass) return;
   const bool all_heads = p.has_output(MH_OUTPUT_MEAN_WEIGHTS);
   for_each(second_pass_tasks(plan), threads, exec, watched, phase_weights, [&](const turn& now) {
     kernel_task t{};
@@ -277,6 +278,7 @@ void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec, const
 
 void parallel_for(int64_t n, int64_t workers, const mh_exec& exec, const watched_call& watched, phase what, item_fn fn,
                   void* arg, bool shares) {
+  const default_fp_state fp;
   for_each(
       n, workers, exec, watched, what, [=](const turn& now) { fn(arg, now.index, now.worker); },
       dealing{1, shares, false});

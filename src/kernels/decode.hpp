@@ -79,7 +79,7 @@ struct decode_task {
     v_dim = round_up(c.v_dim, w);
     k_back = c.head_dim < w ? 0 : k_dim - c.head_dim;
     v_back = c.copy_kv ? 0 : v_dim - c.v_dim;
-    const auto pairs = [](int64_t padded, int64_t back) { return (padded - (back > 0 ? w : 0)) / (2 * w) * (2 * w); };
+    const auto pairs = [](int64_t padded, int64_t back) { return round_down(padded - (back > 0 ? w : 0), 2 * w); };
     k_pairs = pairs(k_dim, k_back);
     v_pairs = pairs(v_dim, v_back);
     width = round_up(c.block_kv, max_of(w, dots));
@@ -400,7 +400,7 @@ struct decode_task {
   // Rows r .. end against `keys` keys, R rows at a time as long as there are so many, then fewer.
   template <int R, asks For, class E>
   MH_INLINE void score_all(int64_t r, int64_t end, rows_at<E> k, int64_t keys, T* s, soon next) {
-    const int64_t row_end = r + (end - r) / R * R;
+    const int64_t row_end = r + round_down(end - r, R);
     if (r < row_end) {
       constexpr int K = dots / R;
       int64_t i = 0;
@@ -536,7 +536,7 @@ struct decode_task {
       if (v_pairs / (2 * w * pairs_of<R / 2>) == 1)
         return add_all_rows<Careful, R / 2, For>(r, end, first, v, keys, of, next);
     }
-    const int64_t row_end = r + (end - r) / R * R;
+    const int64_t row_end = r + round_down(end - r, R);
     for (int64_t n = r; n < row_end; n += R) add_rows<Careful, R, For>(n, first, v, keys, of, next);
     if constexpr (R > 1) {
       if (row_end < end) add_all_rows<Careful, R / 2, For>(row_end, end, first, v, keys, of, next);
@@ -558,12 +558,18 @@ struct decode_task {
     started[h] = started[h] || last;
   }
 
+  struct alignas(64) numbers {
+    T of[w];
+    constexpr numbers() : of{} {
+      for (int64_t l = 0; l < w; ++l) of[l] = static_cast<T>(l);
+    }
+  };
+  static constexpr numbers lane_numbers{};
+
   // Slots from `keys` on, of so many rows up to `padded`, are no keys. They may hold anything, NaN too.
   MH_INLINE void close_slots(int64_t row_count, int64_t keys, int64_t padded) {
-    for (int64_t k = keys / w * w; k < padded; k += w) {
-      alignas(64) T slot[w];
-      for (int64_t l = 0; l < w; ++l) slot[l] = static_cast<T>(k + l - keys);
-      const auto is_key = vec<T>::load_aligned(slot) < vec<T>(T(0));
+    for (int64_t k = round_down(keys, w); k < padded; k += w) {
+      const auto is_key = vec<T>::load_aligned(lane_numbers.of) < vec<T>(static_cast<T>(keys - k));
       for (int64_t r = 0; r < row_count; ++r) {
         T* const s = scores + r * width + k;
         xsimd::select(is_key, vec<T>::load_aligned(s), vec<T>(-infinity<T>)).store_aligned(s);
@@ -897,8 +903,10 @@ struct decode_task {
   MH_INLINE void over_tiles(F f) {
     const int64_t all_rows = heads * padded_rows;
     direct = false;
-    memset(row_sums, 0, static_cast<size_t>(all_rows * w) * sizeof(T));
-    for (int64_t r = 0; r < all_rows; ++r) row_max[r] = lowest<T>;
+    for (int64_t r = 0; r < all_rows; ++r) {
+      vec<T>(T(0)).store_aligned(row_sums + r * w);
+      row_max[r] = lowest<T>;
+    }
     for (int64_t h = 0; h < heads; ++h) started[h] = false;
     const key_range of_first = range_of(c, at, task.row_begin / c.group);
     const key_range of_last = range_of(c, at, (task.row_end - 1) / c.group);

@@ -16,7 +16,7 @@ using task_fn = void (*)(const kernel_call*, const kernel_task*);
 
 // What all tasks of one call share. Strides in elements; dimension order as in manyhead.h. Heads of several batch entries
 // may be told as those of one (plan.hpp: entries), here and in kernel_task.
-struct kernel_call {
+struct alignas(64) kernel_call {  // copied for each call, by whole lines
   int64_t heads, kv_heads, group, q_len, kv_len, head_dim, v_dim;
   int64_t rows;        // group * q_len
   int64_t extra_keys;  // the last keys, attended whatever the masks say

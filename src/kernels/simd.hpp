@@ -114,7 +114,9 @@ using signed_vec = xsimd::batch<std::make_signed_t<bits<T>>, MH_ARCH>;
 
 MH_INLINE constexpr int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 MH_INLINE constexpr int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
-MH_INLINE int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+// To multiples of a power of two, without divisions.
+MH_INLINE constexpr int64_t round_down(int64_t n, int64_t step) { return n & -step; }
+MH_INLINE constexpr int64_t round_up(int64_t n, int64_t step) { return round_down(n + step - 1, step); }
 
 template <class T>
 inline constexpr T infinity = static_cast<T>(__builtin_inf());
