@@ -119,8 +119,9 @@ schedule::place schedule::place_of(int64_t index) const {
   return {cut_.heads - cut_.interleaved + at.rest, at.quotient};
 }
 
+// t: zeros so far, but for its heads.
 void schedule::put_rows(int64_t position, kernel_task& t) const {
-  const int64_t all_rows = plan_.p.group() * plan_.p.q_len;
+  const int64_t all_rows = plan_.call.rows;
   if (cut_.head_tasks == 1) {
     t.row_end = all_rows;
     return;

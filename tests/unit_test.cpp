@@ -169,7 +169,7 @@ void check_products(uint16_t (*narrow)(float)) {
                                   unit_terms{3, {3, 2, 1}}}) {
     for (const unit_extent& size :
          {unit_extent{rows, sums}, {rows, 66}, {rows, 4}, {rows, 2}, {27, 34}, {20, 32}, {15, 64}, {3, 2}}) {
-      const int64_t depth = round_up(size.sums, unit_grain.sums);
+      const int64_t depth = round_up<unit_grain.sums>(size.sums);
       std::vector<float> want(static_cast<size_t>(rows * rows));
       for (int64_t m = 0; m < rows; ++m) {
         for (int64_t column = 0; column < rows; ++column) {
@@ -190,7 +190,7 @@ void check_products(uint16_t (*narrow)(float)) {
                                         [] {});
           bool same = true;
           for (int64_t m = 0; m < rows; ++m) {
-            if (m >= size.rows && m < round_up(size.rows, unit_grain.rows)) continue;  // may be anything
+            if (m >= size.rows && m < round_up<unit_grain.rows>(size.rows)) continue;  // may be anything
             for (int64_t column = 0; column < stride; ++column) {
               const bool counts = m < size.rows && column < rows;
               same =

@@ -75,14 +75,14 @@ struct decode_task {
 
   MH_INLINE void carve(carver& from, int64_t head_count, int64_t head_rows) {
     const int64_t row_count = head_count * head_rows;
-    k_dim = round_up(c.head_dim, w);
-    v_dim = round_up(c.v_dim, w);
+    k_dim = round_up<w>(c.head_dim);
+    v_dim = round_up<w>(c.v_dim);
     k_back = c.head_dim < w ? 0 : k_dim - c.head_dim;
     v_back = c.copy_kv ? 0 : v_dim - c.v_dim;
-    const auto pairs = [](int64_t padded, int64_t back) { return round_down(padded - (back > 0 ? w : 0), 2 * w); };
+    const auto pairs = [](int64_t padded, int64_t back) { return round_down<2 * w>(padded - (back > 0 ? w : 0)); };
     k_pairs = pairs(k_dim, k_back);
     v_pairs = pairs(v_dim, v_back);
-    width = round_up(c.block_kv, max_of(w, dots));
+    width = round_up<max_of(w, dots)>(c.block_kv);
     q = from.take<T>(row_count * k_dim);
     out = from.take<T>(row_count * v_dim);
     scores = from.take<T>(row_count * width);
@@ -107,11 +107,11 @@ struct decode_task {
     decode_task sizes(c, none);
     carver from{nullptr};
     const int64_t head_count = max_of(1, row_count / max_of(1, c.rows));
-    sizes.carve(from, head_count, round_up(head_count > 1 ? row_count / head_count : row_count, most_rows));
+    sizes.carve(from, head_count, round_up<most_rows>(head_count > 1 ? row_count / head_count : row_count));
     return from.used;
   }
 
-  MH_INLINE int64_t words_of_head(int64_t head_rows) const { return (width / word_keys + 1) * round_up(head_rows, w); }
+  MH_INLINE int64_t words_of_head(int64_t head_rows) const { return (width / word_keys + 1) * round_up<w>(head_rows); }
 
   // Out of line: clang keeps an address for each element, of which the usual way would pay.
   static __attribute__((noinline)) void gather(const typename D::storage* row, int64_t stride, T (&to)[2 * w]) {
@@ -400,7 +400,7 @@ struct decode_task {
   // Rows r .. end against `keys` keys, R rows at a time as long as there are so many, then fewer.
   template <int R, asks For, class E>
   MH_INLINE void score_all(int64_t r, int64_t end, rows_at<E> k, int64_t keys, T* s, soon next) {
-    const int64_t row_end = r + round_down(end - r, R);
+    const int64_t row_end = r + round_down<R>(end - r);
     if (r < row_end) {
       constexpr int K = dots / R;
       int64_t i = 0;
@@ -536,7 +536,7 @@ struct decode_task {
       if (v_pairs / (2 * w * pairs_of<R / 2>) == 1)
         return add_all_rows<Careful, R / 2, For>(r, end, first, v, keys, of, next);
     }
-    const int64_t row_end = r + round_down(end - r, R);
+    const int64_t row_end = r + round_down<R>(end - r);
     for (int64_t n = r; n < row_end; n += R) add_rows<Careful, R, For>(n, first, v, keys, of, next);
     if constexpr (R > 1) {
       if (row_end < end) add_all_rows<Careful, R / 2, For>(row_end, end, first, v, keys, of, next);
@@ -558,18 +558,10 @@ struct decode_task {
     started[h] = started[h] || last;
   }
 
-  struct alignas(64) numbers {
-    T of[w];
-    constexpr numbers() : of{} {
-      for (int64_t l = 0; l < w; ++l) of[l] = static_cast<T>(l);
-    }
-  };
-  static constexpr numbers lane_numbers{};
-
   // Slots from `keys` on, of so many rows up to `padded`, are no keys. They may hold anything, NaN too.
   MH_INLINE void close_slots(int64_t row_count, int64_t keys, int64_t padded) {
-    for (int64_t k = round_down(keys, w); k < padded; k += w) {
-      const auto is_key = vec<T>::load_aligned(lane_numbers.of) < vec<T>(static_cast<T>(keys - k));
+    for (int64_t k = round_down<w>(keys); k < padded; k += w) {
+      const auto is_key = lane_numbers<T>() < vec<T>(static_cast<T>(keys - k));
       for (int64_t r = 0; r < row_count; ++r) {
         T* const s = scores + r * width + k;
         xsimd::select(is_key, vec<T>::load_aligned(s), vec<T>(-infinity<T>)).store_aligned(s);
@@ -670,10 +662,10 @@ struct decode_task {
   // Which of a tile's keys head h sees. Where none, its scores say so.
   MH_INLINE visibility see_head(int64_t h, const key_tile& tile) {
     if (tile.all_visible) return visibility::all;
-    const visibility see = see_tile<T>(c, at, task.batch, kv_head + h, task.row_begin, rows, round_up(rows, w),
+    const visibility see = see_tile<T>(c, at, task.batch, kv_head + h, task.row_begin, rows, round_up<w>(rows),
                                        tile.begin, tile.end, words_of(h));
     if (see != visibility::none) return see;
-    const int64_t padded = round_up(tile.keys(), w);
+    const int64_t padded = round_up<w>(tile.keys());
     T* const s = scores + h * padded_rows * width;
     for (int64_t r = 0; r < padded_rows; ++r) {
       for (int64_t k = 0; k < padded; k += w) vec<T>(-infinity<T>).store_aligned(s + r * width + k);
@@ -700,9 +692,9 @@ struct decode_task {
 
   // What else is done to scores s of head h before the softmax takes them.
   MH_INLINE void change_scores(int64_t h, const key_tile& tile, visibility see, T* s) {
-    const int64_t padded = round_up(tile.keys(), w);
+    const int64_t padded = round_up<w>(tile.keys());
     if (has_score_passes(c)) change_scores_of(kv_head + h, tile, s, padded);
-    if (see == visibility::some) visibility_pass_rows<T>(words_of(h), round_up(rows, w), rows, padded, width, s);
+    if (see == visibility::some) visibility_pass_rows<T>(words_of(h), round_up<w>(rows), rows, padded, width, s);
   }
 
   __attribute__((noinline)) void change_scores_of(int64_t head, const key_tile& tile, T* s, int64_t padded) {
@@ -795,7 +787,7 @@ struct decode_task {
       }
       if (!t.all_visible) lap(clock, phase_mask);
       if (!any) return;
-      const int64_t keys = t.keys(), padded = round_up(keys, w);
+      const int64_t keys = t.keys(), padded = round_up<w>(keys);
       const int64_t of_k = take_turns() ? turn_keys : keys, of_v = take_turns() ? keys_at_once : keys;
       for (int64_t first = 0; first < keys; first += of_k) {
         for (int64_t h = 0; h < heads; ++h) {

@@ -36,7 +36,7 @@ struct linear_unit_task {
   static constexpr int64_t w = lanes<float>;
   static constexpr unit_terms terms = number::scores(false);
 
-  static MH_INLINE int64_t whole(int64_t n) { return round_up(n, unit_rows); }
+  static MH_INLINE int64_t whole(int64_t n) { return round_up<unit_rows>(n); }
 
   // W as words: [outputs / 32][steps][parts] blocks of B.
   static int64_t weight_words(int64_t out, int64_t in) { return whole(out) * steps_of(in) * parts * unit_step / 2; }
@@ -56,7 +56,7 @@ struct linear_unit_task {
   // Panels as linear.hpp has them to blocks of B. False: not for the unit.
   static bool pack_weights(const float* from, int64_t out, int64_t in, uint32_t* to) {
     constexpr int64_t panel = linear_width<float>;
-    const int64_t padded = round_up(out, w), steps = steps_of(in);
+    const int64_t padded = round_up<w>(out), steps = steps_of(in);
     bool usual = true;
     memset(to, 0, static_cast<size_t>(weight_words(out, in)) * sizeof(*to));
     for (int64_t column = 0; column < padded; column += w) {

@@ -93,8 +93,8 @@ struct matrix_task {
   }
 
   static void carve_panel(carver& from, const kernel_call& c, panel<T>& p) {
-    p.q = from.take<T>(values::parts * round_up(c.head_dim, unit_step) / unit_step * unit_block);
-    p.out = from.take<T>(round_up(c.v_dim, unit_rows) * width);
+    p.q = from.take<T>(values::parts * round_up<unit_step>(c.head_dim) / unit_step * unit_block);
+    p.out = from.take<T>(round_up<unit_rows>(c.v_dim) * width);
     p.row_max = from.take<T>(width);
     p.row_sum = from.take<T>(width);
     p.row_total = rounds(c.fast_exp != 0) ? from.take<T>(width) : p.row_sum;
@@ -369,7 +369,7 @@ struct matrix_task {
     const auto attend = [&](int64_t i, int64_t b, int64_t e) MH_INLINE_LAMBDA {
       panel<T>& x = p[i];
       const int64_t from = max_of(b, x.clip().begin);
-      const int64_t first = (from - begin) / unit_step * unit_step;  // in whole steps
+      const int64_t first = round_down<unit_step>(from - begin);  // in whole steps
       const tile_at t{task.batch, operands.kv_head, x.row, x.count, begin + first, min_of(e, x.clip().end)};
       if (t.end <= from) return;
       const visibility see = see_panel<T>(c, at, x, t, scratch);
@@ -385,7 +385,7 @@ struct matrix_task {
       next->t = t;
       next->see = see;
       next->first = first;
-      next->keys = round_up(t.keys(), unit_step);
+      next->keys = round_up<unit_step>(t.keys());
       next->scores = scratch.scores + count % 2 * job_keys * width;
       next->weights = weights + count % 2 * weight_parts * weight_part;
       ++count;

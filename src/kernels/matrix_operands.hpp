@@ -35,7 +35,7 @@ struct matrix_operands {
         task(t),
         kv_head(t.kv_head_begin),
         dim_steps(steps_of(call.head_dim)),
-        v_rows(round_up(call.v_dim, unit_rows)),
+        v_rows(round_up<unit_rows>(call.v_dim)),
         key_steps(call.block_kv / unit_step) {}
 
   void carve(carver& from) {
@@ -162,7 +162,7 @@ struct matrix_operands {
     }
     keys = unit_takes_columns ? unit_a{k, dim_steps * step_size, unit_step, dim_steps * unit_step}
                               : unit_a{k, dim_steps * step_size, step_size, unit_step};
-    for (int64_t key = 0; key < round_up(end - begin, unit_step); ++key) {
+    for (int64_t key = 0; key < round_up<unit_step>(end - begin); ++key) {
       const storage* row = begin + key < end ? from + (begin + key) * c.k_strides[2] : nullptr;
       if (row != nullptr) ask(row + 16 * c.k_strides[2], c.k_strides, 1, c.head_dim);
       for (int64_t step = 0; step < dim_steps; ++step) {
@@ -184,7 +184,7 @@ struct matrix_operands {
   }
 
   // Of the sum of a score. Whole pieces where load_pairs changes their order.
-  int64_t score_sums() const { return pair_vectors<D> == 2 ? round_up(c.head_dim, piece) : c.head_dim; }
+  int64_t score_sums() const { return pair_vectors<D> == 2 ? round_up<piece>(c.head_dim) : c.head_dim; }
 
   // A of the values: V from key `first` of the tile on, in whole steps, and from dim d.
   MH_INLINE unit_a values_from(int64_t first, int64_t d) const {
@@ -197,9 +197,9 @@ struct matrix_operands {
   // The same keys of V: A of the values. With each line one of `ahead` is asked for, if any.
   __attribute__((noinline)) void pack_values(int64_t begin, int64_t end, lines_ahead* ahead) const {
     const auto* from = static_cast<const storage*>(c.v) + task.batch * c.v_strides[0] + kv_head * c.v_strides[1];
-    for (int64_t first = 0; first < round_up(end - begin, unit_step); first += piece) {
+    for (int64_t first = 0; first < round_up<unit_step>(end - begin); first += piece) {
       const int64_t step = first / unit_step;
-      for (int64_t d = 0; d < round_up(c.v_dim, unit_takes_columns ? w : unit_rows); d += w) {
+      for (int64_t d = 0; d < round_up<(unit_takes_columns ? w : unit_rows)>(c.v_dim); d += w) {
         raw lines[w];
         const storage* row = from + (begin + first) * c.v_strides[2] + d;
         const bool whole = c.v_strides[3] == 1 && d + w <= c.v_dim, all = whole && begin + first + piece <= end;

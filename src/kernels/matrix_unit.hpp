@@ -405,7 +405,7 @@ class matrix_unit {
         double sum = add ? static_cast<double>(c[m * c_stride + n]) : 0.0;
         for (int i = 0; i < terms.a_parts; ++i) {
           for (int j = 0; j < terms.b_parts[i]; ++j) {
-            for (int64_t k = 0; k < round_up(size.sums, unit_grain.sums); k += 2) {
+            for (int64_t k = 0; k < round_up<unit_grain.sums>(size.sums); k += 2) {
               const int64_t step = k / unit_step, of_step = k % unit_step / 2;
               const uint16_t* pair = a.base + i * a.part + step * a.step + m * a.row + of_step * a.pair;
               const uint32_t word = b.base[j * b.part + step * b.step + of_step * unit_rows + n];

@@ -63,7 +63,7 @@ struct carver {
   template <class X>
   MH_INLINE X* take(int64_t n) {
     char* at = base == nullptr ? nullptr : base + used;
-    used += round_up(n * static_cast<int64_t>(sizeof(X)), 64);
+    used += round_up<64>(n * static_cast<int64_t>(sizeof(X)));
     return reinterpret_cast<X*>(at);
   }
 };
@@ -82,8 +82,8 @@ MH_INLINE tile_scratch<T> carve_tile(carver& from, const kernel_call& c) {
 template <class T>
 MH_INLINE panel<T> carve_panel(carver& from, const kernel_call& c, bool with_out) {
   panel<T> p{};
-  p.q = from.take<T>(round_up(c.head_dim, lanes<T>) * panel_width<T>);
-  p.out = from.take<T>(with_out ? round_up(c.v_dim, lanes<T>) * panel_width<T> : 0);
+  p.q = from.take<T>(round_up<lanes<T>>(c.head_dim) * panel_width<T>);
+  p.out = from.take<T>(with_out ? round_up<lanes<T>>(c.v_dim) * panel_width<T> : 0);
   p.row_max = from.take<T>(panel_width<T>);
   p.row_total = p.row_sum = from.take<T>(panel_width<T>);
   return p;
@@ -298,8 +298,8 @@ template <class T, int NV>
 MH_INLINE bool stairs_of(const panel<T>& p, const tile_at& t, stairs<NV>& reached) {
   bool uneven = false;
   for (int v = 0; v < NV; ++v) {
-    reached.begin[v] = max_of(0, min_of(p.reach[v].begin / 16 * 16 - t.begin, t.keys()));
-    reached.end[v] = max_of(0, min_of(round_up(p.reach[v].end, 16) - t.begin, t.keys()));
+    reached.begin[v] = max_of(0, min_of(round_down<16>(p.reach[v].begin) - t.begin, t.keys()));
+    reached.end[v] = max_of(0, min_of(round_up<16>(p.reach[v].end) - t.begin, t.keys()));
     uneven = uneven || reached.begin[v] > 0 || reached.end[v] < t.keys();
   }
   if (reached.begin[NV - 1] > reached.end[0]) {

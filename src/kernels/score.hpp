@@ -23,7 +23,7 @@ struct tile_at {
 // Whether some row i of t, of those with wanted(i), sees a key. For afterwards: masks are read once more.
 template <class T, class Wanted>
 __attribute__((noinline)) bool any_sees(const kernel_call& c, const positions& at, const tile_at& t, Wanted wanted) {
-  const int64_t width = round_up(t.count, lanes<T>);
+  const int64_t width = round_up<lanes<T>>(t.count);
   bits<T> words[most_tile_keys / word_keys * most_lanes];
   for (int64_t begin = t.begin; begin < t.end; begin += most_tile_keys) {
     const int64_t keys = min_of(most_tile_keys, t.end - begin);
@@ -150,12 +150,10 @@ template <class T>
 __attribute__((noinline)) void alibi_pass_rows(const kernel_call& c, const positions& at, const tile_at& t,
                                                int64_t width, T* s) {
   const bool is_signed = c.alibi_mode == MH_ALIBI_SIGNED;
-  alignas(64) T index[lanes<T>];
-  for (int64_t l = 0; l < lanes<T>; ++l) index[l] = static_cast<T>(l);
   row_of r(c, t.row);
   for (int64_t lane = 0; lane < t.count; ++lane, r.step(c)) {
     const vec<T> slope(slope_of<T>(c, t, r));
-    vec<T> distance = vec<T>(static_cast<T>(r.query + at.offset - t.begin)) - load(index);
+    vec<T> distance = vec<T>(static_cast<T>(r.query + at.offset - t.begin)) - lane_numbers<T>();
     for (int64_t k = 0; k < t.keys(); k += lanes<T>) {
       T* p = s + lane * width + k;
       store<T>(p, alibi_of<T>(load(p), slope, distance, is_signed));
@@ -203,7 +201,7 @@ __attribute__((noinline)) void bias_pass_transposed(const kernel_call& c, const 
   alignas(64) T copies[w * most_tile_keys];
   int64_t copy_at[w];
   const int64_t keys = biased_keys(c, t);
-  const int64_t pitch = round_up(keys, w);
+  const int64_t pitch = round_up<w>(keys);
   const bool one_row = c.bias_strides[2] == 0 && (c.bias_strides[1] == 0 || c.group == 1);
   const bool is_plain = c.bias_dtype == (sizeof(T) == 4 ? MH_DTYPE_F32 : MH_DTYPE_F64) && c.bias_strides[3] == 1;
   const bool in_place = is_plain && !one_row && keys >= w;
@@ -284,7 +282,7 @@ __attribute__((noinline)) void bias_pass_rows(const kernel_call& c, const tile_a
     const int64_t first = bias_offset(c, t, r) + t.begin * c.bias_strides[3];
     widen_any<T>(c.bias_dtype, c.bias, first, c.bias_strides[3], keys, copy);
     // Later slots of the last vector are extra keys or padding: add 0.
-    for (int64_t k = keys; k < round_up(keys, w); ++k) copy[k] = T(0);
+    for (int64_t k = keys; k < round_up<w>(keys); ++k) copy[k] = T(0);
     for (int64_t k = 0; k < keys; k += w) {
       T* const p = s + lane * width + k;
       store<T>(p, biased<T>(load(p), vec<T>::load_aligned(copy + k)));

@@ -115,11 +115,32 @@ using signed_vec = xsimd::batch<std::make_signed_t<bits<T>>, MH_ARCH>;
 MH_INLINE constexpr int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 MH_INLINE constexpr int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
 // To multiples of a power of two, without divisions.
-MH_INLINE constexpr int64_t round_down(int64_t n, int64_t step) { return n & -step; }
-MH_INLINE constexpr int64_t round_up(int64_t n, int64_t step) { return round_down(n + step - 1, step); }
+template <int64_t Step>
+MH_INLINE constexpr int64_t round_down(int64_t n) {
+  static_assert(Step > 0 && (Step & (Step - 1)) == 0);
+  return n & -Step;
+}
+template <int64_t Step>
+MH_INLINE constexpr int64_t round_up(int64_t n) {
+  return round_down<Step>(n + Step - 1);
+}
 
 template <class T>
 inline constexpr T infinity = static_cast<T>(__builtin_inf());
+
+// 0, 1, 2, ... in a vector.
+template <class T>
+struct alignas(64) lane_table {
+  T of[lanes<T>];
+  constexpr lane_table() : of{} {
+    for (int64_t l = 0; l < lanes<T>; ++l) of[l] = static_cast<T>(l);
+  }
+};
+template <class T>
+MH_INLINE vec<T> lane_numbers() {
+  static constexpr lane_table<T> table{};
+  return vec<T>::load_aligned(table.of);
+}
 
 // The running maximum before any key: lower than every score but -inf, and finite so that (s - max) is never NaN for s
 // = -inf.
