@@ -7,20 +7,28 @@ namespace manyhead {
 
 // Plans are made and kernels run in the default floating-point state (round to nearest, denormals kept, no traps) whatever the
 // host's is, and leave it as it was, sticky flags included: so results do not depend on which of the host's threads did what.
+// Compilers may move arithmetic past a change of state, but not loads and stores: so what is computed with the state set comes from
+// memory and goes there, or is volatile, or is done by a function that they do not see.
+// (Packing a layer's weights cuts bits off and subtracts without rounding: no state matters there.)
 class default_fp_state {
  public:
 #if defined(__x86_64__)
-  default_fp_state() noexcept : saved_(__builtin_ia32_stmxcsr()) { __builtin_ia32_ldmxcsr(0x1f80U); }
-  ~default_fp_state() { __builtin_ia32_ldmxcsr(saved_); }
+  default_fp_state() noexcept : saved_(__builtin_ia32_stmxcsr()) { set(0x1f80U); }
+  ~default_fp_state() { set(saved_); }
 
  private:
+  static void set(unsigned state) noexcept {
+    asm volatile("" : : : "memory");
+    __builtin_ia32_ldmxcsr(state);
+    asm volatile("" : : : "memory");
+  }
   unsigned saved_;
 #elif defined(__aarch64__)
   default_fp_state() noexcept {
-    asm volatile("mrs %0, fpcr\n\tmrs %1, fpsr" : "=r"(control_), "=r"(status_));
-    asm volatile("msr fpcr, %0" : : "r"(uint64_t{0}));
+    asm volatile("mrs %0, fpcr\n\tmrs %1, fpsr" : "=r"(control_), "=r"(status_) : : "memory");
+    asm volatile("msr fpcr, %0" : : "r"(uint64_t{0}) : "memory");
   }
-  ~default_fp_state() { asm volatile("msr fpcr, %0\n\tmsr fpsr, %1" : : "r"(control_), "r"(status_)); }
+  ~default_fp_state() { asm volatile("msr fpcr, %0\n\tmsr fpsr, %1" : : "r"(control_), "r"(status_) : "memory"); }
 
  private:
   uint64_t control_, status_;

@@ -172,7 +172,7 @@ bool writes_side_by_side(const problem& p) {
   return p.kv_heads > 1 && p.out_strides[1] == p.v_dim && p.out_strides[3] == 1;
 }
 
-// The same with all heads of a batch as those of one entry, where nothing tells an entry's heads from more heads of the entry
+// The problem with all heads of a batch as those of one entry, or nothing: where nothing tells an entry's heads from more heads of the entry
 // before: so that the steps of several follow each other in a task (heads_of_task) where each entry has few. On an Intel Xeon
 // (AVX-512 and AVX2), one thread: 32 entries of a head and 16 keys 1.34 to 1.47 times as fast, 2 to 64 entries of one and two
 // heads and 8 to 64 keys 1.05 to 1.29, entries of many heads 0.97 to 1.04; two threads 0.96 to 1.14.

@@ -133,7 +133,7 @@ void check_numbers(problem& p) {
   if (p.softcap != 0 && !(p.softcap >= smallest && p.softcap <= largest)) {
     invalid("softcap is ", p.softcap, ", must be 0 (off) or a positive finite number");
   }
-  if (p.scale == 0 && (p.flags & MH_FLAG_SCALE) == 0) p.scale = 1 / std::sqrt(static_cast<double>(p.head_dim));
+  if (p.scale == 0 && (p.flags & MH_FLAG_SCALE) == 0) p.scale = default_scale(p.head_dim);
   p.flags |= MH_FLAG_SCALE;
 }
 
@@ -293,8 +293,14 @@ bool plainly_good(const problem& p, const mh_tensors& t) noexcept {
 
 }  // namespace
 
-problem validate(const mh_problem& user, int64_t extra_keys) {
+double default_scale(int64_t head_dim) noexcept {
   const default_fp_state fp;
+  const volatile auto dim = static_cast<double>(head_dim);
+  const volatile double scale = 1 / std::sqrt(dim);
+  return scale;
+}
+
+problem validate(const mh_problem& user, int64_t extra_keys) {
   problem p;
   static_cast<mh_problem&>(p) = read_struct(&user, offsetof(mh_problem, q_strides), "problem");
   p.extra_keys = extra_keys;

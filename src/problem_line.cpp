@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <charconv>
-#include <cmath>
 #include <cstdint>
 #include <iterator>
 #include <span>
@@ -270,7 +269,7 @@ problem_text to_text(const problem& p) noexcept {
   if (p.align == MH_ALIGN_OFFSET && !p.has_input(MH_INPUT_Q_OFFSET)) text << " align=off:" << p.q_offset;
   if (window) text << " window=" << p.window_left << "," << p.window_right;
   if (p.softcap != 0) text << " softcap=" << p.softcap;
-  if (p.scale != 1 / std::sqrt(static_cast<double>(p.head_dim))) text << " scale=" << p.scale;
+  if (p.scale != default_scale(p.head_dim)) text << " scale=" << p.scale;
   if (p.has_input(MH_INPUT_ALIBI)) text << (p.alibi_mode == MH_ALIBI_SIGNED ? " alibi=signed" : " alibi");
   if (p.alibi_batch_stride != 0) text << " slopes=bh";
   if (p.has_input(MH_INPUT_SINKS)) text << " sinks";

@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "error.hpp"
-#include "fp_state.hpp"
+#include "host_fp_state.hpp"
 #include "problem.hpp"
 #include "reference.hpp"
 
@@ -818,7 +818,7 @@ TEST_CASE_TEMPLATE("the floating-point state stays the caller's, and does not ma
     CAPTURE(q_len);
     sizes s;
     s.q_len = s.kv_len = q_len;
-    s.embed = 160;
+    s.embed = 192;
     fixture<Real> f(s);
     f.all_biases();
     f.run(1);
