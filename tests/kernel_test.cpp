@@ -85,7 +85,8 @@ mh_exec serial() {
 void run(test_case& c, const plan& plan) { manyhead::run(plan, check_tensors(c.p, c.t), serial()); }
 void run(test_case& c, const kernel_table& table) { run(c, make_plan(c.p, table, large_l2)); }
 
-plan one_head_a_task(plan plan) {
+plan one_head_a_task(const plan& of) {
+  plan plan = of;
   plan.heads_at_once = 1;
   plan.alone = cut_for(plan, 1);
   REQUIRE(schedule(plan, 1).tasks() == plan.tasks);
