@@ -48,7 +48,7 @@ class buffer {
 template <class Real>
 constexpr int64_t row_stride(int64_t columns) noexcept {
   constexpr int64_t line = 64 / static_cast<int64_t>(sizeof(Real));
-  return ((columns + line - 1) / line | 1) * line;
+  return (blocks(columns, line) | 1) * line;
 }
 
 // W [out, in] and b [out], packed into panels of `width` outputs, [in][width] each, the last one [in][as many vectors

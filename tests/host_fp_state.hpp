@@ -9,9 +9,8 @@ namespace manyhead::test {
 // Flush to zero, denormals are zero, round up; round down, and overflow, division by zero and invalid operations trap;
 // the default.
 inline constexpr uint64_t fp_states[] = {0x1f80 | 0x8000 | 0x0040 | 0x4000, 0x1900 | 0x2000, 0x1f80};
-inline uint64_t fp_state() {
-  return __builtin_ia32_stmxcsr() & ~0x3fU;
-}  // without the sticky flags, which any arithmetic sets
+// Without the sticky flags, which any arithmetic sets.
+inline uint64_t fp_state() { return __builtin_ia32_stmxcsr() & ~0x3fU; }
 inline void set_fp_state(uint64_t state) { __builtin_ia32_ldmxcsr(static_cast<unsigned>(state)); }
 #elif defined(__aarch64__)
 // Flush to zero, round up; round down; the default.
