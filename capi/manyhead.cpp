@@ -71,10 +71,8 @@ mh_status guarded(Function&& function) noexcept {
   }
 }
 
-// What new plans and layers take from the environment. current_isa() reports a bad MH_ISA itself.
+// What new plans and layers take from the environment: wrong settings are reported here, a bad MH_ISA by current_isa().
 const manyhead::kernel_table& isa_of_new_plans() {
-  const std::string& error = manyhead::this_machine().threads_error;
-  if (!error.empty()) invalid(error);
   manyhead::watch_as_environment_says();
   return manyhead::current_isa();
 }
@@ -204,6 +202,7 @@ std::string machine_json() {
   for (int32_t i = 0; i < manyhead::isa_count(); ++i)
     out.key(manyhead::isa_table(i)->isa).value(manyhead::isa_supported(i));
   out.raw("}").key("threads").value(manyhead::max_threads()).key("cpus").value(m.cpus);
+  out.key("f32_on_unit").value(m.f32_on_unit);
   out.key("l1_bytes").value(m.l1_bytes).key("l2_bytes").value(m.l2_bytes).key("l3_bytes").value(m.l3_bytes);
   out.key("cores").value(host.cores).key("numa_nodes").value(host.numa_nodes);
   out.key("memory_bytes").value(host.memory_bytes).key("os").value(host.system.c_str());

@@ -207,10 +207,12 @@ int32_t listed(const std::string& list) {
 }
 
 // Cores: sets of hardware threads that share one. Nodes of memory as the kernel counts them.
+int32_t cpus_of_machine() { return static_cast<int32_t>(sysconf(_SC_NPROCESSORS_CONF)); }
+
 host find_host() {
   host m;
   std::set<std::string> cores;
-  for (long cpu = 0; cpu < sysconf(_SC_NPROCESSORS_CONF); ++cpu) {
+  for (int32_t cpu = 0; cpu < cpus_of_machine(); ++cpu) {
     const std::string dir = "/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/topology/";
     const std::string siblings = first_line(dir + "thread_siblings_list");
     if (!siblings.empty()) cores.insert(siblings);  // else it is switched off
@@ -227,17 +229,26 @@ host find_host() {
 void find_caches(machine&) {}
 host find_host() { return {}; }
 int32_t find_cpus() { return static_cast<int32_t>(std::max(std::thread::hardware_concurrency(), 1u)); }
+int32_t cpus_of_machine() { return find_cpus(); }
 #endif
+
+void complain(machine& m, const std::string& name, const std::string& value, const std::string& wanted) {
+  if (m.environment_error.empty())
+    m.environment_error = "the environment variable " + name + " is \"" + value + "\", must be " + wanted;
+}
+
+void read_flag(machine& m, const char* name, bool& flag) {
+  const char* text = std::getenv(name);
+  if (text == nullptr || *text == 0) return;
+  flag = *text == '1';
+  if ((*text != '0' && *text != '1') || text[1] != 0) complain(m, name, text, "0 or 1");
+}
 
 void read_environment(machine& m) {
   if (const char* isa = std::getenv("MH_ISA")) m.isa_request = isa;
   if (const char* path = std::getenv("MH_PROFILE")) m.profile_path = path;
-  if (const char* verbose = std::getenv("MH_VERBOSE")) {
-    const std::string text = verbose;
-    m.verbose = text == "1";
-    if (!text.empty() && text != "0" && text != "1")
-      m.verbose_error = "the environment variable MH_VERBOSE is \"" + text + "\", must be 0 or 1";
-  }
+  read_flag(m, "MH_VERBOSE", m.verbose);
+  read_flag(m, "MH_F32_UNIT", m.f32_on_unit);
   const char* threads = std::getenv("MH_THREADS");
   if (threads == nullptr || *threads == 0) return;
   const char* end = threads + std::strlen(threads);
@@ -246,8 +257,7 @@ void read_environment(machine& m) {
   if (parsed.ec == std::errc() && parsed.ptr == end && number >= 0) {
     m.threads_request = number;
   } else {
-    m.threads_error = "the environment variable MH_THREADS is \"" + std::string(threads) +
-                      "\", must be a whole number >= 0 (0 = no cap)";
+    complain(m, "MH_THREADS", threads, "a whole number >= 0 (0 = no cap)");
   }
 }
 
@@ -258,6 +268,7 @@ machine detect() {
   m.cpu_name = find_name();
   find_caches(m);
   m.cpus = find_cpus();
+  m.f32_on_unit = unit_pays_for_f32(cpus_of_machine());
   read_environment(m);
   return m;
 }

@@ -1,5 +1,5 @@
-// What this computer is: the only file that asks the CPU and the environment (MH_ISA,
-// MH_THREADS, MH_VERBOSE, MH_PROFILE).
+// What this computer is: the only file that asks the CPU and the environment (MH_ISA, MH_THREADS, MH_F32_UNIT,
+// MH_VERBOSE, MH_PROFILE).
 #pragma once
 
 #include <cstddef>
@@ -34,16 +34,24 @@ struct machine {
   int64_t l3_bytes = 0;                                      // shared; 0 = unknown
   int32_t cpus = 1;  // that this process may run on (affinity mask, not the whole host)
   cpu_core core = cpu_core::other;
-  std::string isa_request;      // MH_ISA, "" = none
-  std::string threads_error;    // why MH_THREADS could not be used, "" = fine
-  int32_t threads_request = 0;  // MH_THREADS, 0 = none
-  bool verbose = false;         // MH_VERBOSE
-  std::string verbose_error;    // why it could not be used, "" = fine
-  std::string profile_path;     // MH_PROFILE, "" = none
+  bool f32_on_unit = true;        // MH_F32_UNIT, else unit_pays_for_f32
+  std::string isa_request;        // MH_ISA, "" = none
+  int32_t threads_request = 0;    // MH_THREADS, 0 = none
+  bool verbose = false;           // MH_VERBOSE
+  std::string profile_path;       // MH_PROFILE, "" = none
+  std::string environment_error;  // the first of MH_THREADS, MH_F32_UNIT and MH_VERBOSE that means nothing; "" = fine
 };
 
 // Read once, on first use; afterwards constant.
 const machine& this_machine();
+
+// Whether f32 goes to a matrix unit where there is one, by the CPUs of the whole machine: not by those that this process may
+// run on, nor by its threads, for results have the same bits on all of them. Of f32 the unit does six products for one, and
+// its rate is a matter of power: alone a core of an Intel Xeon with AMX takes 0.65 to 0.76 of the time of multiply-adds,
+// but with 16 at work (or with neighbours' on other cores of the socket) half of the cores do half as much. Prompts of f32
+// there, the time of multiply-adds over the unit's, mean of ten: on one thread 1.32, two 1.08 to 1.26, four 0.98 to 1.12,
+// eight 0.93 to 1.00, sixteen 0.88 (0.73 to 1.07).
+constexpr bool unit_pays_for_f32(int32_t cpus) { return cpus < 16; }
 
 // What only reports need, asked for anew each time. 0 and "" = unknown.
 struct host {

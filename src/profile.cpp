@@ -727,7 +727,7 @@ void write_trace() {
 
 bool start_watching() {
   const machine& m = this_machine();
-  if (!m.verbose_error.empty()) invalid(m.verbose_error);
+  if (!m.environment_error.empty()) invalid(m.environment_error);
 #if defined(__linux__)
   // A forked child has none of the threads whose calls were running.
   pthread_atfork(nullptr, nullptr, [] {

@@ -41,8 +41,10 @@ struct filled_row : isa_row {
 };
 
 void add_unit(kernel_table& t, const kernel_table& unit) {
+  const bool f32 = this_machine().f32_on_unit;
   t.isa = unit.isa;
   for (int32_t i = 0; i < t.dtypes; ++i) {
+    if (i == MH_DTYPE_F32 && !f32) continue;
     const dtype_kernels& from = unit.dtype[i];
     dtype_kernels& to = t.dtype[i];
     if (from.attention[route_matrix] == nullptr) continue;
@@ -59,7 +61,7 @@ void add_unit(kernel_table& t, const kernel_table& unit) {
     to.arithmetic = from.arithmetic;
     to.flops_of_turn = from.flops_of_turn;
   }
-  if (unit.linear_unit.run != nullptr) t.linear_unit = unit.linear_unit;
+  if (f32 && unit.linear_unit.run != nullptr) t.linear_unit = unit.linear_unit;
 }
 
 // The best on this CPU first: where the level below is faster, its row comes before.

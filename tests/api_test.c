@@ -1,6 +1,6 @@
 /* A user's program in C99 that knows manyhead.h alone: the layout of its structs, what each function refuses and says,
- * that refused calls write nothing, and that a few small results are right. Run with a wrong MH_ISA or MH_THREADS in
- * the environment it checks how that is reported instead. */
+ * that refused calls write nothing, and that a few small results are right. Run with a wrong MH_ISA, MH_THREADS or
+ * MH_F32_UNIT in the environment it checks how that is reported instead. */
 /* First and alone: it must stand on its own. */
 /* clang-format off */
 #include "manyhead/manyhead.h"
@@ -1228,6 +1228,10 @@ static int is_wrong_threads(const char* text) {
   return strtol(text, &end, 10) < 0 || *end != 0;
 }
 
+static int is_wrong_flag(const char* text) {
+  return text != NULL && *text != 0 && strcmp(text, "0") != 0 && strcmp(text, "1") != 0;
+}
+
 static mh_status status_of_isa(const char* text) {
   int32_t i;
   if (text == NULL || *text == 0) return MH_OK;
@@ -1362,9 +1366,12 @@ static void test_wrong_environment(mh_status status, const char* name, const cha
 int main(void) {
   const char* isa = getenv("MH_ISA");
   const char* threads = getenv("MH_THREADS");
+  const char* f32_unit = getenv("MH_F32_UNIT");
   CHECK(mh_last_error() != NULL && mh_last_error()[0] == 0);
   if (is_wrong_threads(threads)) {
     test_wrong_environment(MH_INVALID_ARGUMENT, "MH_THREADS", threads);
+  } else if (is_wrong_flag(f32_unit)) {
+    test_wrong_environment(MH_INVALID_ARGUMENT, "MH_F32_UNIT", f32_unit);
   } else if (status_of_isa(isa) != MH_OK) {
     test_wrong_environment(status_of_isa(isa), "MH_ISA", isa);
   } else {

@@ -843,6 +843,9 @@ TEST_CASE("threads that take at once take each item once") {
 
 // Of tables whose kernels this CPU may lack: they are looked at, not called.
 TEST_CASE("an ISA with a matrix unit has the unit's kernels over those of another") {
+  const char* setting = std::getenv("MH_F32_UNIT");  // as tests/meson.build has it
+  const bool f32 = this_machine().f32_on_unit;
+  if (setting != nullptr) CHECK(f32 == (setting == std::string("1")));
   std::map<std::string, kernel_table> by_name;
   for (int32_t i = 0; i < isa_count(); ++i) by_name[isa_table(i)->isa] = *isa_table(i);
   const auto check = [&](const std::string& isa, const std::string& under, std::vector<int32_t> of_unit, bool layer) {
@@ -852,10 +855,10 @@ TEST_CASE("an ISA with a matrix unit has the unit's kernels over those of anothe
     const kernel_table &t = by_name[isa], &base = by_name[under];
     CHECK((t.lanes == base.lanes && t.dtypes == base.dtypes && t.read == base.read));
     CHECK((t.linear[0] == base.linear[0] && t.linear[1] == base.linear[1]));
-    CHECK(((t.linear_unit.run != nullptr) == layer));
+    CHECK(((t.linear_unit.run != nullptr) == (layer && f32)));
     for (int32_t i = 0; i < t.dtypes; ++i) {
       const dtype_kernels &own = t.dtype[i], &other = base.dtype[i];
-      const bool on_unit = std::find(of_unit.begin(), of_unit.end(), i) != of_unit.end();
+      const bool on_unit = std::find(of_unit.begin(), of_unit.end(), i) != of_unit.end() && (f32 || i != MH_DTYPE_F32);
       CAPTURE(i);
       CHECK((own.attention[route_tile] != nullptr && own.attention[route_tile] == other.attention[route_tile]));
       CHECK((own.attention[route_decode] != nullptr));
@@ -873,6 +876,8 @@ TEST_CASE("an ISA with a matrix unit has the unit's kernels over those of anothe
   check("avx512_bf16", "avx512", {MH_DTYPE_BF16}, false);
   check("neon_bf16", "neon", {MH_DTYPE_BF16}, false);
 }
+
+static_assert(unit_pays_for_f32(1) && unit_pays_for_f32(15) && !unit_pays_for_f32(16) && !unit_pays_for_f32(256));
 
 TEST_CASE("the ISA of new plans can be forced") {
   REQUIRE(isa_count() > 0);

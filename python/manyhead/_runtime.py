@@ -32,7 +32,8 @@ def set_isa(name: str | None) -> None:
     """Forces the instruction set in the whole process; None goes back to the best one.
 
     Plans and layers made before keep theirs. Raises ValueError where this build has no such instruction set,
-    manyhead.Error where the machine cannot run it. The environment variable MH_ISA does the same at start-up.
+    manyhead.Error where the machine cannot run it. The environment variable MH_ISA does the same at start-up;
+    MH_F32_UNIT=0 or 1 says whether f32 goes to a matrix unit (1 on machines with fewer than 16 CPUs).
     """
     if name is not None and not isinstance(name, str):
         raise TypeError(f"name must be a str or None, not {type(name).__name__}")
