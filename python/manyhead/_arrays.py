@@ -42,6 +42,7 @@ _Choice = TypeVar("_Choice")
 _address = ctypes.addressof
 _from_buffer = c_char.from_buffer
 _UINT16 = np.dtype(np.uint16)
+_FIRST = [(0,) * (ndim - 1) + (slice(1),) * (ndim > 0) for ndim in range(65)]  # an array of the first element alone
 
 
 def is_bf16(dtype: np.dtype) -> bool:
@@ -50,13 +51,17 @@ def is_bf16(dtype: np.dtype) -> bool:
 
 
 def address(array: np.ndarray) -> int:
-    """Where the first element lies. The buffer protocol is three times cheaper than __array_interface__."""
-    if array.flags.carray:  # contiguous and writable, which from_buffer insists on
+    """Where the first element lies. The buffer protocol is up to six times cheaper than __array_interface__."""
+    flags = array.flags
+    if flags.writeable:  # which from_buffer insists on
         try:
+            seen = array
+            if not flags.c_contiguous:  # and on that
+                seen = array[_FIRST[array.ndim]]
             if array.dtype.kind == "V":  # bfloat16, whose own type may lack a buffer format: asking costs an exception
-                array = array.view(_UINT16)
-            return _address(_from_buffer(array))  # type: ignore[arg-type]
-        except (ValueError, TypeError, BufferError):  # empty, or a type without a buffer format
+                seen = seen.view(_UINT16)
+            return _address(_from_buffer(seen))  # type: ignore[arg-type]
+        except (ValueError, TypeError, BufferError, IndexError):  # empty, or a type without a buffer format
             pass
     return array.__array_interface__["data"][0]
 

@@ -11,17 +11,18 @@ import numpy as np
 
 from ._arrays import (
     CODES,
+    address,
     aligned_empty,
     element_strides,
     floats,
     integer,
     is_in_place,
     is_jax,
-    new,
     writable,
 )
 from ._library import lib, raise_for
-from ._plan import CPlan, Options, Shape, forget, gather, make_exec, plan_for, real_type, thread_limit
+from ._plan import NO_OUT, CPlan, Options, Shape, forget, gather, make_exec, plan_for, real_type, thread_limit
+from ._tensors import as_array, facts, make, numpy_type, see, see_output
 
 forget_plans = forget
 _run = lib.mh_plan_run
@@ -113,30 +114,30 @@ def attention(
     offsets = None
     if q_offset is not None and not isinstance(q_offset, Integral):
         offsets, q_offset = q_offset, None
-    q_array, k_array, v_array = floats(q, "q"), floats(k, "k"), floats(v, "v")
-    out_array = None if out is None else writable(out, "out")
-    inputs = gather(q_array.dtype, attn_mask, attn_bias, key_mask, seqused_k, offsets, alibi_slopes, sinks)
+    q_array, q_facts, q_begin = see(q, "q")
+    k_array, k_facts, k_begin = see(k, "k")
+    v_array, v_facts, v_begin = see(v, "v")
+    out_array, out_facts, out_begin = NO_OUT if out is None else see_output(out, "out")
+    inputs = gather(numpy_type(q_array), attn_mask, attn_bias, key_mask, seqused_k, offsets, alibi_slopes, sinks)
     plan = plan_for(
-        q_array,
-        k_array,
-        v_array,
-        out_array,
+        (q_array, k_array, v_array, out_array),
+        (q_facts, k_facts, v_facts, out_facts),
         inputs,
         (scale, causal, align, q_offset, window, softcap, fast_exp, alibi_mode, layout)
         + (return_lse, lse_base, return_weights, return_column_sums, return_scores),
     )
-    return plan.run(q, q_array, k_array, v_array, out, out_array, inputs, threads, workspace)
+    return plan.run(q, (q_begin, k_begin, v_begin, out_begin), out, inputs, threads, workspace)
 
 
 class Plan:
     """The decision how to compute one shape of attention; made by manyhead.plan. Immutable, safe from any thread."""
 
-    def __init__(self, plan: CPlan, tensors: dict[str, _Seen], inputs: dict[str, _Seen]) -> None:
+    def __init__(self, plan: CPlan, tensors: dict[str, Any], inputs: dict[str, Any]) -> None:
         self._plan = plan
-        self._tensors = tensors
-        self._inputs = inputs
+        self._tensors = tuple(_Planned(name, tensors[name]) for name in ("q", "k", "v", "out"))
+        self._inputs = {name: _Planned(name, x) for name, x in inputs.items()}
         # Results that run makes are contiguous.
-        self._makes_out = _same_strides(plan.out_shape, tensors["out"].strides, element_strides(plan.empty_out()))
+        self._makes_out = _same_strides(plan.out_shape, self._tensors[-1].strides, element_strides(plan.empty_out()))
 
     def run(
         self,
@@ -157,11 +158,13 @@ class Plan:
     ) -> Any:
         """Runs the plan. Arrays must have the shapes, strides and types that it was made for, and the same optional
         inputs must be there; otherwise ValueError says which one differs. Arguments and results as in attention."""
-        q_array, k_array, v_array = floats(q, "q"), floats(k, "k"), floats(v, "v")
-        out_array = None if out is None else writable(out, "out")
-        inputs = gather(q_array.dtype, attn_mask, attn_bias, key_mask, seqused_k, q_offset, alibi_slopes, sinks)
-        self._check(q_array, k_array, v_array, out_array, inputs)
-        return self._plan.run(q, q_array, k_array, v_array, out, out_array, inputs, threads, workspace)
+        q_array, q_facts, q_begin = see(q, "q")
+        k_array, k_facts, k_begin = see(k, "k")
+        v_array, v_facts, v_begin = see(v, "v")
+        out_array, out_facts, out_begin = NO_OUT if out is None else see_output(out, "out")
+        inputs = gather(numpy_type(q_array), attn_mask, attn_bias, key_mask, seqused_k, q_offset, alibi_slopes, sinks)
+        self._check((q_array, k_array, v_array, out_array), (q_facts, k_facts, v_facts, out_facts), inputs)
+        return self._plan.run(q, (q_begin, k_begin, v_begin, out_begin), out, inputs, threads, workspace)
 
     def bind(
         self,
@@ -186,7 +189,8 @@ class Plan:
         q_array, k_array, v_array = floats(q, "q"), floats(k, "k"), floats(v, "v")
         out_array = None if out is None else writable(out, "out")
         inputs = gather(q_array.dtype, attn_mask, attn_bias, key_mask, seqused_k, q_offset, alibi_slopes, sinks)
-        self._check(q_array, k_array, v_array, out_array, inputs)
+        tensors = q_array, k_array, v_array, out_array
+        self._check(tensors, tuple(() if x is None else facts(x) for x in tensors), inputs)
         arrays = {"q": q_array, "k": k_array, "v": v_array, **inputs}
         for name, x, field in (
             ("q", q, "q"),
@@ -210,22 +214,18 @@ class Plan:
                 )
         return BoundPlan(self._plan, q, q_array, k_array, v_array, out, out_array, inputs, threads, workspace)
 
-    def _check(
-        self, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray | None, inputs: dict[str, np.ndarray]
-    ) -> None:
-        """That arrays are like those that the plan was made for."""
-        planned = self._tensors
-        for name, array in (("q", q), ("k", k), ("v", v), ("out", out)):
-            if array is not None and not planned[name].is_like(array):
-                _check_same(name, array, planned[name])
+    def _check(self, tensors: tuple, seen: tuple, inputs: dict[str, np.ndarray]) -> None:
+        """That arrays, of which `seen` are the facts, are like those that the plan was made for."""
+        for planned, x, seen_of_x in zip(self._tensors, tensors, seen, strict=True):
+            if x is not None and seen_of_x != planned.facts:
+                planned.check(x)
         if inputs.keys() != self._inputs.keys():
             raise ValueError(f"the plan was made for the inputs {sorted(self._inputs)}, not {sorted(inputs)}")
         for name, array in inputs.items():
-            _check_same(name, array, self._inputs[name])
-        if out is None and not self._makes_out:
-            raise ValueError(
-                f"the plan was made for an out with strides {planned['out'].strides} in elements: pass out"
-            )
+            self._inputs[name].check(array)
+        if tensors[-1] is None and not self._makes_out:
+            strides = self._tensors[-1].strides
+            raise ValueError(f"the plan was made for an out with strides {strides} in elements: pass out")
 
     def workspace_size(self, threads: int | None = None) -> int:
         """Bytes of workspace with which a run on at most `threads` threads allocates nothing."""
@@ -301,11 +301,7 @@ def plan(
         tensors["q"], tensors["k"], tensors["v"], out, inputs, Options(q_offset=offset, window=window, **options)
     )
     tensors["out"] = out if out is not None else made.empty_out()
-    return Plan(
-        made,
-        {name: _Seen(x) for name, x in tensors.items()},
-        {name: _Seen(x) for name, x in inputs.items()},
-    )
+    return Plan(made, tensors, inputs)
 
 
 class BoundPlan:
@@ -320,14 +316,16 @@ class BoundPlan:
         k: np.ndarray,
         v: np.ndarray,
         out: Any,
-        out_array: np.ndarray | None,
+        out_array: Any,
         inputs: dict[str, np.ndarray],
         threads: int | None,
         workspace: Any,
     ) -> None:
         if out_array is None:
-            out_array = new(plan.out_shape, plan.dtype, like)
-        tensors, extra = plan.tensors(like, q, k, v, out_array, inputs)
+            out_array, begin = make(plan.out_shape, plan.dtype, like)
+        else:
+            begin = address(out_array)
+        tensors, extra = plan.tensors(like, (address(q), address(k), address(v), begin), inputs)
         self._arguments = None
         if plan.handle is not None:
             self._arguments = plan.handle, tensors, byref(make_exec(threads, workspace))
@@ -335,7 +333,7 @@ class BoundPlan:
         self._keeps = q, k, v, out_array, inputs, extra
         self._result = plan.result(like, out, out_array, extra)
         results = self._result if extra else (self._result,)
-        if not all(is_in_place(x, array) for x, array in zip(results, (out_array, *extra), strict=True)):
+        if not all(x is array or is_in_place(x, array) for x, array in zip(results, (out_array, *extra), strict=True)):
             raise TypeError(f"results of the kind of q, {type(like).__name__}, would be copies: bind NumPy arrays")
 
     def __call__(self) -> Any:
@@ -350,16 +348,24 @@ class BoundPlan:
         return f"<manyhead.BoundPlan {self._plan.describe(False)}>"
 
 
-class _Seen:
+class _Planned:
     """What a plan remembers of an array."""
 
-    def __init__(self, x: Any) -> None:
-        self.shape, self.strides, self.dtype = tuple(x.shape), element_strides(x), x.dtype
-        self._byte_strides = tuple(x.strides)
+    def __init__(self, name: str, x: Any) -> None:
+        self.name, self.shape, self.strides, self.dtype = name, tuple(x.shape), element_strides(x), x.dtype
+        self.facts = facts(x)  # of the last array that was like it, which says at a glance that another one is
 
-    def is_like(self, x: np.ndarray) -> bool:
-        """At a glance: where this is False, _check_same looks closer."""
-        return x.shape == self.shape and x.strides == self._byte_strides and x.dtype == self.dtype
+    def check(self, x: Any) -> None:
+        """That an array is like it."""
+        name, array = self.name, as_array(x)
+        if array.shape != self.shape:
+            raise ValueError(f"{name} has shape {array.shape}, the plan was made for {self.shape}")
+        if _kind(array.dtype) != _kind(self.dtype):
+            raise ValueError(f"{name} has dtype {array.dtype}, the plan was made for {self.dtype}")
+        strides = element_strides(array)
+        if not _same_strides(self.shape, strides, self.strides):
+            raise ValueError(f"{name} has strides {strides} in elements, the plan was made for {self.strides}")
+        self.facts = facts(x)
 
 
 def _example(x: Any, dtype: np.dtype) -> Any:
@@ -374,16 +380,6 @@ def _kind(dtype: np.dtype) -> Any:
     if dtype in (np.bool_, np.uint8):
         return np.bool_
     return dtype if CODES[dtype] is None else CODES[dtype]
-
-
-def _check_same(name: str, array: np.ndarray, planned: _Seen) -> None:
-    if array.shape != planned.shape:
-        raise ValueError(f"{name} has shape {array.shape}, the plan was made for {planned.shape}")
-    if _kind(array.dtype) != _kind(planned.dtype):
-        raise ValueError(f"{name} has dtype {array.dtype}, the plan was made for {planned.dtype}")
-    strides = element_strides(array)
-    if not _same_strides(planned.shape, strides, planned.strides):
-        raise ValueError(f"{name} has strides {strides} in elements, the plan was made for {planned.strides}")
 
 
 def _same_strides(shape: tuple[int, ...], a: list[int], b: list[int]) -> bool:

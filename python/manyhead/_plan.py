@@ -25,13 +25,12 @@ from ._arrays import (
     index_vector,
     integer,
     mask,
-    new,
     number,
     real_vector,
     view,
-    wrap,
 )
 from ._library import check, lib, raise_for, text_of
+from ._tensors import as_array, make, wrap_tensor
 
 _F64 = CODES[np.dtype(np.float64)]
 
@@ -44,6 +43,7 @@ _WEIGHTS = {False: 0, True: _abi.OUTPUT_WEIGHTS, "mean": _abi.OUTPUT_MEAN_WEIGHT
 
 Inputs = dict[str, Any]  # field of mh_tensors -> array
 NO_INPUTS: Inputs = {}
+NO_OUT: tuple[None, tuple, int] = (None, (), 0)  # of _tensors.see_output
 
 
 class Options(NamedTuple):
@@ -288,20 +288,19 @@ class CPlan:
     def run(
         self,
         like: Any,
-        q: np.ndarray,
-        k: np.ndarray,
-        v: np.ndarray,
+        begins: tuple[int, int, int, int],
         out: Any,
-        out_array: np.ndarray | None,
         inputs: Inputs,
         threads: int | None,
         workspace: Any,
     ) -> Any:
-        """Runs the plan on arrays that have its shapes and strides. `out` is the caller's object and `out_array` its
-        memory, or both are None; the other results are of the kind of `like`."""
-        if out_array is None:
-            out_array = new(self.out_shape, self.dtype, like)
-        tensors, extra = self.tensors(like, q, k, v, out_array, inputs)
+        """Runs the plan on tensors that have its shapes and strides: q, k, v and out begin at `begins`. `out` is the
+        caller's object or None, to make it; other results are of the kind of `like`."""
+        out_array = None
+        if out is None:
+            out_array, begin = make(self.out_shape, self.dtype, like)
+            begins = (*begins[:3], begin)
+        tensors, extra = self.tensors(like, begins, inputs)
         if self.handle is not None:
             execution = None
             if threads is not None or workspace is not None:
@@ -311,29 +310,27 @@ class CPlan:
                 raise_for(status)
         return self.result(like, out, out_array, extra)  # not earlier: a library may copy what it takes over
 
-    def result(self, like: Any, out: Any, out_array: np.ndarray, extra: list[np.ndarray]) -> Any:
+    def result(self, like: Any, out: Any, out_array: Any, extra: list[Any]) -> Any:
         """What a call returns: `out`, or its memory as the kind of `like`, and with it the other results."""
         if out is None:
-            out = wrap(out_array, like)
+            out = wrap_tensor(out_array, like)
         if self.make_result is None:
             return out
-        return self.make_result(out, *(wrap(array, like) for array in extra))
+        return self.make_result(out, *(wrap_tensor(array, like) for array in extra))
 
     def empty_out(self) -> Shape:
         """Results as run makes them."""
         return Shape(self.out_shape, self.dtype)
 
-    def tensors(
-        self, like: Any, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, inputs: Inputs
-    ) -> tuple[bytes, list[np.ndarray]]:
+    def tensors(self, like: Any, begins: tuple[int, int, int, int], inputs: Inputs) -> tuple[bytes, list[Any]]:
         """Where everything lies, as an mh_tensors, and the results besides out, whose memory is made here."""
-        words = [_TENSORS.size, address(q), address(k), address(v), address(out), *_NO_OTHERS]
+        words = [_TENSORS.size, *begins, *_NO_OTHERS]
         for field, array in inputs.items():
             words[_WORD[field]] = address(array)
         extra = []
         for _, field, shape in self.results:
-            extra.append(array := new(shape, self.real, like))
-            words[_WORD[field]] = address(array)
+            array, words[_WORD[field]] = make(shape, self.real, like)
+            extra.append(array)
         return _TENSORS.pack(*words), extra
 
     def describe(self, json: bool) -> str:
@@ -407,24 +404,23 @@ def signature(inputs: Inputs) -> tuple:
     return tuple((field, array.shape, array.strides, array.dtype) for field, array in inputs.items())
 
 
-def plan_for(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray | None, inputs: Inputs, options: tuple
-) -> CPlan:
-    """The plan of an earlier call with the same shapes, strides, types and options, or a new one."""
-    key = (
-        (q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape, v.strides, v.dtype)
-        + ((out.shape, out.strides, out.dtype) if out is not None else ()),
-        signature(inputs) if inputs else (),
-        options,
-    )
+def plan_for(tensors: tuple, facts: tuple, inputs: Inputs, options: tuple) -> CPlan:
+    """The plan of an earlier call with the same shapes, strides, types and options, or a new one. Of q, k, v and out,
+    which may be None."""
+    key = facts, signature(inputs) if inputs else (), options
     try:
         plan = _plans.get(key)
     except TypeError:  # an option that cannot be a key: CPlan accepts or refuses it
-        return CPlan(q, k, v, out, inputs, Options(*options))
+        return _make(tensors, inputs, options)
     if plan is None:
-        plan = CPlan(q, k, v, out, inputs, Options(*options))
+        plan = _make(tensors, inputs, options)
         with _lock:
             while len(_plans) >= _LIMIT:  # the oldest goes: a decoding loop never comes back to a shorter kv_len
                 del _plans[next(iter(_plans))]
             _plans[key] = plan
     return plan
+
+
+def _make(tensors: tuple, inputs: Inputs, options: tuple) -> CPlan:
+    q, k, v, out = map(as_array, tensors)
+    return CPlan(q, k, v, out, inputs, Options(*options))

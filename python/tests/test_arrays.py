@@ -6,12 +6,14 @@ import array as stdlib_array
 import ctypes
 import sys
 
+import fake_torch
 import manyhead
 import ml_dtypes
 import numpy as np
 import problems
 import pytest
 import reference
+from manyhead import _tensors
 from manyhead._arrays import BF16, _DLTensor, _DLVersioned, view
 from problems import DTYPES, close, random_tensors, relayout
 
@@ -279,6 +281,71 @@ def test_torch_errors():
         manyhead.attention(torch.zeros(1, 1, 2, 4).to_sparse(), q, q)
     with pytest.raises(TypeError, match="dtype int64"):
         manyhead.attention(q.long(), q, q)
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """A PyTorch of which no tensor has been seen."""
+    monkeypatch.setitem(sys.modules, "torch", fake_torch.module())
+    monkeypatch.setattr(_tensors, "_Tensor", _tensors._NoTensor)
+    for name in ("_item", "_types", "_empty"):
+        monkeypatch.setattr(_tensors, name, {})
+    return sys.modules["torch"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+def test_tensors_as_they_are(fake, dtype):
+    """The first of PyTorch's tensors comes by way of NumPy, later ones do not, and results are the same."""
+
+    def tensor_of(x):
+        bits = x.astype(ml_dtypes.bfloat16).view(np.int16) if dtype == "bfloat16" else x.astype(dtype)
+        return fake.Tensor(bits, dtype)
+
+    arrays = tensors(2, 4, 5, 8)
+    expected = manyhead.attention(*map(tensor_of, arrays), return_lse=True)
+    assert type(expected.out) is fake.Tensor and expected.out.dtype == dtype
+    plan = manyhead.plan(*map(tensor_of, arrays), return_lse=True)
+    other = manyhead.plan(*map(tensor_of, tensors(2, 4, 6, 8)))
+    apart = [np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2) for x in arrays]
+    for call, given in ((manyhead.attention, arrays), (manyhead.attention, apart), (plan.run, arrays)):
+        options = {} if call == plan.run else {"return_lse": True}
+        for makes_out in (True, False):
+            for numpy_looks in (True, False):  # the second time the plan is known
+                q, k, v, out = map(tensor_of, (*given, np.zeros((2, 4, 5, 8))))
+                result = call(q, k, v, out=None if makes_out else out, **options)
+                assert type(result.out) is fake.Tensor and (makes_out or result.out is out)
+                assert numpy_looks or not any(x.seen_by_numpy for x in (q, k, v, *result))
+                np.testing.assert_array_equal(result.out.array, expected.out.array)
+                np.testing.assert_array_equal(result.lse.array, expected.lse.array)
+    with pytest.raises(ValueError, match="q has shape .*, the plan was made for"):
+        other.run(*map(tensor_of, arrays))
+    with pytest.raises(ValueError, match="k has strides .*, the plan was made for"):
+        plan.run(*map(tensor_of, (arrays[0], apart[1], arrays[2])))
+
+
+def test_tensors_that_numpy_must_see(fake):
+    q, k, v = tensors(1, 2, 3, 8)
+    expected = manyhead.attention(q, k, v)
+    manyhead.attention(*map(fake.Tensor, (q, k, v)))
+    memory = np.zeros(q.nbytes + 1, np.uint8)
+    misaligned = memory[1:].view(np.float32).reshape(q.shape)
+    misaligned[:] = q
+    for _ in range(2):
+        np.testing.assert_array_equal(manyhead.attention(*map(fake.Tensor, (misaligned, k, v))).array, expected)
+        np.testing.assert_array_equal(manyhead.attention(fake.Tensor(q), k, fake.Tensor(v)).array, expected)
+        np.testing.assert_array_equal(manyhead.attention(q, fake.Tensor(k), v), expected)
+        assert manyhead.attention(*map(fake.Tensor, (q[:, :, :0], k, v))).shape == (1, 2, 0, 8)
+        assert not manyhead.attention(*map(fake.Tensor, (q, k[:, :, :0], v[:, :, :0]))).array.any()
+        for wrong, said in (
+            (fake.Tensor(q, requires_grad=True), "requires a gradient"),
+            (fake.Tensor(q, is_cpu=False, device="meta"), "is on device meta"),
+            (fake.Tensor(q, negative=True), "negative bit set"),
+            (fake.Tensor(q.astype(np.int64)), "has dtype int64"),
+        ):
+            with pytest.raises(TypeError, match="q " + said if said != "negative bit set" else "q: " + said):
+                manyhead.attention(wrong, fake.Tensor(k), fake.Tensor(v))
+            with pytest.raises(TypeError, match="out:? " + said):
+                manyhead.attention(*map(fake.Tensor, (q, k, v)), out=wrong)
 
 
 def test_torch_is_not_imported():

@@ -1,0 +1,55 @@
+"""As much of PyTorch as manyhead asks for, on NumPy arrays: for tests where PyTorch is not installed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+TYPES = {name: np.dtype(name) for name in ("float32", "float64", "float16", "int64", "int16")}
+
+
+class Tensor:
+    is_cpu, layout = True, "strided"
+
+    def __init__(self, array: np.ndarray, dtype: str = "", **facts: Any) -> None:
+        self.array, self.dtype = array, dtype or array.dtype.name
+        self.requires_grad = facts.pop("requires_grad", False)
+        self.negative = facts.pop("negative", False)
+        self.seen_by_numpy = 0
+        for name, value in facts.items():
+            setattr(self, name, value)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    def stride(self) -> tuple[int, ...]:
+        return tuple(stride // self.array.itemsize for stride in self.array.strides)
+
+    def data_ptr(self) -> int:
+        return self.array.__array_interface__["data"][0] if self.array.size else 0
+
+    def is_neg(self) -> bool:
+        return self.negative
+
+    def view(self, dtype: str) -> Tensor:
+        self.seen_by_numpy += 1
+        return Tensor(self.array.view(TYPES.get(dtype, np.int16)), dtype)
+
+    def numpy(self) -> np.ndarray:
+        self.seen_by_numpy += 1
+        if self.negative:
+            raise RuntimeError("negative bit set")
+        return self.array
+
+
+def empty(shape: tuple[int, ...], *, dtype: str, device: str) -> Tensor:
+    assert device == "cpu"
+    return Tensor(np.empty(shape, TYPES.get(dtype, np.int16)), dtype)
+
+
+def module() -> Any:
+    names = {name: name for name in ("bfloat16", *TYPES)}
+    return SimpleNamespace(Tensor=Tensor, from_numpy=Tensor, empty=empty, device=str, strided="strided", **names)
