@@ -90,10 +90,12 @@ struct bf16 {
   static MH_INLINE vec<float> widen(const uint16_t* p) { return xsimd::bitwise_cast<float>(load_16(p) << 16); }
   static constexpr bool pairs_apart = true;
   static MH_INLINE void widen_pair(const uint16_t* p, vec<float>& even, vec<float>& odd) {
-    using B = xsimd::batch<uint32_t, MH_ARCH>;
-    const B x = xsimd::bitwise_cast<uint32_t>(load(reinterpret_cast<const float*>(p)));
+    widen_pair(load(reinterpret_cast<const float*>(p)), even, odd);
+  }
+  static MH_INLINE void widen_pair(vec<float> pairs, vec<float>& even, vec<float>& odd) {
+    const word_vec x = xsimd::bitwise_cast<uint32_t>(pairs);
     even = xsimd::bitwise_cast<float>(x << 16);
-    odd = xsimd::bitwise_cast<float>(x & B(0xffff0000U));
+    odd = xsimd::bitwise_cast<float>(x & word_vec(0xffff0000U));
   }
   static MH_INLINE uint16_t narrow(float f) {
     uint32_t u;

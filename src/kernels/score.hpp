@@ -189,8 +189,23 @@ MH_INLINE int64_t keys_before_line(const kernel_call& c, const T* row, int64_t k
   return static_cast<int64_t>((line - reinterpret_cast<uintptr_t>(row) % line) % line / sizeof(T));
 }
 
+// Calls f(key of its block, its bias for all lanes) for what vector v of a transposed block holds: a key's, or two keys' in
+// bf16.
+template <bool Pairs, class T, class F>
+MH_INLINE void each_key(int64_t v, vec<T> x, const F& f) {
+  if constexpr (Pairs) {
+    vec<T> even, odd;
+    bf16::widen_pair(x, even, odd);
+    f(2 * v, even);
+    f(2 * v + 1, odd);
+  } else {
+    f(v, x);
+  }
+}
+
 // Rows that lie as T are read in place, a vector of each and the vectors transposed; but for one row for all, and tiles of
-// fewer keys than a vector. Copies of all of them first: 0.95 to 1.00 of the whole call's speed. Last keys that are fewer
+// fewer keys than a vector. Copies of all of them first: 0.95 to 1.00 of the whole call's speed. Rows in bf16 are too, as
+// pairs of keys that come apart when they are transposed (half of the transposing, and no copies). Last keys that are fewer
 // than a vector come with the vector that ends with them, first ones (keys_before_line: 1024 keys of f32 1.014 to 1.02, AVX2 1.0,
 // tiles of 32 keys 0.97) with the first.
 // Closes: as biased(). Not on the matrix route, which does again whatever is not finite: 1.02 to 1.04 times as fast.
@@ -203,16 +218,19 @@ __attribute__((noinline)) void bias_pass_transposed(const kernel_call& c, const 
   const int64_t keys = biased_keys(c, t);
   const int64_t pitch = round_up<w>(keys);
   const bool one_row = c.bias_strides[2] == 0 && (c.bias_strides[1] == 0 || c.group == 1);
-  const bool is_plain = c.bias_dtype == (sizeof(T) == 4 ? MH_DTYPE_F32 : MH_DTYPE_F64) && c.bias_strides[3] == 1;
-  const bool in_place = is_plain && !one_row && keys >= w;
+  const bool may = c.bias_strides[3] == 1 && !one_row;
+  const bool in_place = may && c.bias_dtype == (sizeof(T) == 4 ? MH_DTYPE_F32 : MH_DTYPE_F64) && keys >= w;
+  const bool in_pairs = may && c.bias_dtype == MH_DTYPE_BF16 && sizeof(T) == 4 && keys >= 2 * w;
   const T* const rows = in_place ? static_cast<const T*>(c.bias) + t.begin : copies;
+  const uint16_t* const pairs = static_cast<const uint16_t*>(c.bias) + t.begin;
   const auto copy = [&](int64_t l, T* to) MH_INLINE_LAMBDA {
     const int64_t first = t.begin * c.bias_strides[3];
     widen_any<T>(c.bias_dtype, c.bias, of.bias[l] + first, c.bias_strides[3], keys, to);
   };
   if (one_row) copy(0, copies);
   // Those within it copy what they capture: what a function out of line can reach is read from memory for each key.
-  const auto pass = [&](auto scaled) MH_INLINE_LAMBDA {
+  const auto pass = [&]<bool Pairs>(auto scaled) MH_INLINE_LAMBDA {
+    constexpr int64_t block = Pairs ? 2 * w : w;  // keys whose bias is transposed at a time
     for (int64_t l0 = 0; l0 < width; l0 += w) {
       T* const from = s + l0;
       vec<T> top(-infinity<T>);
@@ -226,39 +244,50 @@ __attribute__((noinline)) void bias_pass_transposed(const kernel_call& c, const 
         top = top_of<T>(top, keys, [&](int64_t k) MH_INLINE_LAMBDA { return add(k, vec<T>(copies[k])); });
       } else {
         const int64_t* row_at = of.bias + l0;
-        if (!in_place) {
+        if (!Pairs && !in_place) {
           for (int64_t l = 0; l < w; ++l) copy(l0 + l, copies + (copy_at[l] = l * pitch));
           row_at = copy_at;
         }
-        // The bias of keys k, k + 1, ... for all lanes.
+        // The bias of keys k, k + 1, ... for all lanes, or of two keys in each vector.
         const auto turned = [=](int64_t k, vec<T>(&x)[w]) MH_INLINE_LAMBDA {
 #pragma GCC unroll 16
-          for (int64_t l = 0; l < w; ++l) x[l] = load(rows + k + row_at[l]);
+          for (int64_t l = 0; l < w; ++l) {
+            if constexpr (Pairs)
+              x[l] = load(reinterpret_cast<const T*>(pairs + k + row_at[l]));
+            else
+              x[l] = load(rows + k + row_at[l]);
+          }
           transpose<T>(x);
         };
         // Keys [k, end) of those in the vectors at k0. By way of memory, so that whole vectors need not go there.
         const auto add_some = [=](int64_t k0, int64_t k, int64_t end, vec<T> so_far) __attribute__((noinline)) {
           vec<T> x[w];
           turned(k0, x);
-          alignas(64) T stored[w * w];
+          alignas(64) T stored[block * w];
 #pragma GCC unroll 16
-          for (int64_t i = 0; i < w; ++i) x[i].store_aligned(stored + i * w);
+          for (int64_t v = 0; v < w; ++v) {
+            each_key<Pairs, T>(v, x[v], [&](int64_t i, vec<T> b) MH_INLINE_LAMBDA { b.store_aligned(stored + i * w); });
+          }
           return top_of<T>(so_far, end - k, [&](int64_t i) MH_INLINE_LAMBDA {
             return add(k + i, vec<T>::load_aligned(stored + (k - k0 + i) * w));
           });
         };
         int64_t k = in_place ? keys_before_line(c, rows + row_at[0], keys) : 0;
         if (k > 0) top = add_some(0, 0, k, top);
-        for (; k + w <= keys; k += w) {
+        for (; k + block <= keys; k += block) {
           vec<T> x[w];
           turned(k, x);
           vec<T> tops[4];  // as top_of, but unrolled: the rows stay in registers
           for (vec<T>& some : tops) some = top;
 #pragma GCC unroll 16
-          for (int64_t i = 0; i < w; ++i) tops[i % 4] = larger<T>(tops[i % 4], add(k + i, x[i]));
+          for (int64_t v = 0; v < w; ++v) {
+            each_key<Pairs, T>(v, x[v], [&](int64_t i, vec<T> b) MH_INLINE_LAMBDA {
+              tops[i % 4] = larger<T>(tops[i % 4], add(k + i, b));
+            });
+          }
           top = larger<T>(larger<T>(tops[0], tops[1]), larger<T>(tops[2], tops[3]));
         }
-        if (k < keys) top = add_some(in_place ? keys - w : k, k, keys, top);
+        if (k < keys) top = add_some(Pairs || in_place ? keys - block : k, k, keys, top);
       }
       // Extra keys have no bias.
       top = top_of<T>(top, t.keys() - keys, [&](int64_t k) MH_INLINE_LAMBDA {
@@ -269,7 +298,12 @@ __attribute__((noinline)) void bias_pass_transposed(const kernel_call& c, const 
       if (column_max != nullptr) store<T>(column_max + l0, larger<T>(load(column_max + l0), top));
     }
   };
-  with_scale<T>(scale, pass);
+  with_scale<T>(scale, [&](auto scaled) MH_INLINE_LAMBDA {
+    if constexpr (sizeof(T) == 4) {
+      if (in_pairs) return pass.template operator()<true>(scaled);
+    }
+    pass.template operator()<false>(scaled);
+  });
 }
 
 template <class T>
