@@ -206,13 +206,17 @@ int32_t listed(const std::string& list) {
   return count;
 }
 
-// Cores: sets of hardware threads that share one. Nodes of memory as the kernel counts them.
-int32_t cpus_of_machine() { return static_cast<int32_t>(sysconf(_SC_NPROCESSORS_CONF)); }
+// Not those that might be plugged in, which glibc counts, nor those of this process, which musl does.
+int32_t cpus_of_machine() {
+  const int32_t present = listed(first_line("/sys/devices/system/cpu/present"));
+  return present > 0 ? present : static_cast<int32_t>(sysconf(_SC_NPROCESSORS_CONF));
+}
 
+// Cores: sets of hardware threads that share one. Nodes of memory as the kernel counts them.
 host find_host() {
   host m;
   std::set<std::string> cores;
-  for (int32_t cpu = 0; cpu < cpus_of_machine(); ++cpu) {
+  for (long cpu = 0; cpu < sysconf(_SC_NPROCESSORS_CONF); ++cpu) {
     const std::string dir = "/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/topology/";
     const std::string siblings = first_line(dir + "thread_siblings_list");
     if (!siblings.empty()) cores.insert(siblings);  // else it is switched off

@@ -39,7 +39,7 @@ struct machine {
   int32_t threads_request = 0;    // MH_THREADS, 0 = none
   bool verbose = false;           // MH_VERBOSE
   std::string profile_path;       // MH_PROFILE, "" = none
-  std::string environment_error;  // the first of MH_THREADS, MH_F32_UNIT and MH_VERBOSE that means nothing; "" = fine
+  std::string environment_error;  // what is wrong with MH_VERBOSE, MH_F32_UNIT or MH_THREADS; "" = nothing
 };
 
 // Read once, on first use; afterwards constant.
@@ -47,7 +47,7 @@ const machine& this_machine();
 
 // Whether f32 goes to a matrix unit where there is one, by the CPUs of the whole machine: not by those that this process may
 // run on, nor by its threads, for results have the same bits on all of them. Of f32 the unit does six products for one, and
-// its rate is a matter of power: alone a core of an Intel Xeon with AMX takes 0.65 to 0.76 of the time of multiply-adds,
+// its rate is a matter of power: alone a core of an Intel Xeon with AMX takes 0.65 to 0.76 of the time of multiply-adds from 384 tokens on,
 // but with 16 at work (or with neighbours' on other cores of the socket) half of the cores do half as much. Prompts of f32
 // there, the time of multiply-adds over the unit's, mean of ten: on one thread 1.32, two 1.08 to 1.26, four 0.98 to 1.12,
 // eight 0.93 to 1.00, sixteen 0.88 (0.73 to 1.07).

@@ -17,7 +17,8 @@ void begin_profile(const mh_profile_options& options);  // throws where one is r
 void end_profile();                                     // throws where none is running
 std::string profile_text(int32_t format);               // of the one that ended last
 
-// Starts what MH_PROFILE and MH_VERBOSE ask for, on the first call. Throws where they ask for something impossible.
+// Starts what MH_PROFILE and MH_VERBOSE ask for, on the first call. Throws where they ask for something impossible, and where
+// another setting means nothing (machine::environment_error).
 void watch_as_environment_says();
 
 struct profile_session;

@@ -93,7 +93,8 @@ MH_API const char* mh_isa_current(void);      /* the one that new plans use; NUL
  * MH_UNSUPPORTED: the CPU lacks it. A bad MH_ISA is reported by every mh_plan_create.
  * Where the instruction set has a matrix unit, f32 goes to it on a machine with fewer than 16 CPUs, whatever number of them
  * a process or a call uses: it is faster on few, multiply-adds are where all of many work. The environment variable
- * MH_F32_UNIT=0 or 1 decides it otherwise; results of f32 differ in their last bits. */
+ * MH_F32_UNIT=0 or 1 decides it otherwise; results of f32 differ in their last bits. Another value is reported as a bad
+ * MH_ISA is. */
 MH_API mh_status mh_set_isa(const char* name);
 
 /* Most threads a call uses: the process-wide cap (mh_set_threads or MH_THREADS), else all CPUs this process may
@@ -101,8 +102,8 @@ MH_API mh_status mh_set_isa(const char* name);
 MH_API int32_t mh_threads(void);
 MH_API mh_status mh_set_threads(int32_t threads);
 
-/* Facts about the machine as JSON: isa, threads, f32_on_unit, cache sizes, CPU name, cores, memory, system. Works like snprintf: writes at most `size`
- * bytes with the final 0 and sets *needed (may be NULL) to the size of the whole text with its final 0. */
+/* Facts about the machine as JSON: isa, threads, f32_on_unit (whether f32 goes to a matrix unit where there is one), cache
+ * sizes, CPU name, cores, memory, system. Works like snprintf: writes at most `size` bytes with the final 0 and sets *needed (may be NULL) to the size of the whole text with its final 0. */
 MH_API mh_status mh_machine_describe(char* buffer, size_t size, size_t* needed);
 
 /* ---- The problem ---------------------------------------------------------------------------------------------- */

@@ -53,11 +53,9 @@ def is_bf16(dtype: np.dtype) -> bool:
 def address(array: np.ndarray) -> int:
     """Where the first element lies. The buffer protocol is up to six times cheaper than __array_interface__."""
     flags = array.flags
-    if flags.writeable:  # which from_buffer insists on
+    if flags.behaved:  # writable, which from_buffer insists on
         try:
-            seen = array
-            if not flags.c_contiguous:  # and on that
-                seen = array[_FIRST[array.ndim]]
+            seen = array if flags.carray else array[_FIRST[array.ndim]]  # and on what is contiguous
             if array.dtype.kind == "V":  # bfloat16, whose own type may lack a buffer format: asking costs an exception
                 seen = seen.view(_UINT16)
             return _address(_from_buffer(seen))  # type: ignore[arg-type]

@@ -130,7 +130,8 @@ def attention(
 
 
 class Plan:
-    """The decision how to compute one shape of attention; made by manyhead.plan. Immutable, safe from any thread."""
+    """The decision how to compute one shape of attention; made by manyhead.plan. It never changes, and any number of
+    threads may run it at once."""
 
     def __init__(self, plan: CPlan, tensors: dict[str, Any], inputs: dict[str, Any]) -> None:
         self._plan = plan

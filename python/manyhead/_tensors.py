@@ -40,21 +40,22 @@ def see(x: Any, name: str) -> tuple[Any, tuple, int]:
             if flags.carray and code != _BF16:  # most are: what address does, without a call
                 try:
                     return x, (x.shape, x.strides, dtype), _address(_from_buffer(x))
-                except ValueError:  # empty
+                except (ValueError, TypeError, BufferError):  # empty, or NumPy warns of writing
                     pass
             if flags.aligned:
                 return x, (x.shape, x.strides, dtype), address(x)
-    elif kind is _Tensor and _is_plain(x):
-        return x, (x.shape, x.stride(), x.dtype), x.data_ptr()
+    elif kind is _Tensor and (seen := _see_plain(x)):
+        return seen
     array = floats(x, name)
-    _meet(kind)
+    if kind is not _ndarray:
+        _meet(kind)
     return array, facts(array), address(array)
 
 
 def see_output(x: Any, name: str) -> tuple[Any, tuple, int]:
     """The same of an output that the caller gave: its memory itself, never a copy."""
-    if type(x) is _Tensor and _is_plain(x):
-        return x, (x.shape, x.stride(), x.dtype), x.data_ptr()
+    if type(x) is _Tensor and (seen := _see_plain(x)):
+        return seen
     array = writable(x, name)
     return array, facts(array), address(array)
 
@@ -87,27 +88,29 @@ def wrap_tensor(x: Any, like: Any) -> Any:
     return x if type(like) is _ndarray or type(x) is _Tensor else wrap(x, like)
 
 
-def _is_plain(x: Any) -> bool:
-    """Whether its facts are all there is to a tensor. Others go by way of NumPy, are copied or refused in words."""
+def _see_plain(x: Any) -> tuple[Any, tuple, int] | None:
+    """A tensor whose facts are all there is to it. Others go by way of NumPy, are copied or refused in words."""
     item = _item.get(x.dtype)
     try:
-        return (
+        if (
             item is not None
             and x.is_cpu
             and not x.requires_grad
             and x.layout is _layout
             and not x.is_neg()  # the negative of what lies in its memory
-            and not x.data_ptr() & item
-        )
-    except RuntimeError:  # within torch.vmap it has no memory
-        return False
+            and not (begin := x.data_ptr()) & item
+        ):
+            return x, (x.shape, x.stride(), x.dtype), begin
+    except RuntimeError:  # a nested one has no shape, one within torch.vmap no memory
+        pass
+    return None
 
 
 def _meet(kind: type) -> None:
     """Looks at PyTorch when the first of its tensors has come by way of NumPy. Never imports it."""
     global _Tensor, _layout
     torch = sys.modules.get("torch")
-    if kind is _Tensor or torch is None or kind is not torch.Tensor:
+    if kind is _Tensor or torch is None or kind is not getattr(torch, "Tensor", None):
         return
     cpu = torch.device("cpu")  # not the default device, which may be another one
     for name, dtype in (

@@ -7,14 +7,21 @@ from typing import Any
 
 import numpy as np
 
-TYPES = {name: np.dtype(name) for name in ("float32", "float64", "float16", "int64", "int16")}
+
+class DType:  # equal to no type of NumPy's
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.memory = np.dtype("int16" if name == "bfloat16" else name)
+
+
+TYPES = {name: DType(name) for name in ("float32", "float64", "float16", "bfloat16", "int64", "int16")}
 
 
 class Tensor:
     is_cpu, layout = True, "strided"
 
     def __init__(self, array: np.ndarray, dtype: str = "", **facts: Any) -> None:
-        self.array, self.dtype = array, dtype or array.dtype.name
+        self.array, self.dtype = array, TYPES[dtype or array.dtype.name]
         self.requires_grad = facts.pop("requires_grad", False)
         self.negative = facts.pop("negative", False)
         self.seen_by_numpy = 0
@@ -34,9 +41,9 @@ class Tensor:
     def is_neg(self) -> bool:
         return self.negative
 
-    def view(self, dtype: str) -> Tensor:
+    def view(self, dtype: DType) -> Tensor:
         self.seen_by_numpy += 1
-        return Tensor(self.array.view(TYPES.get(dtype, np.int16)), dtype)
+        return Tensor(self.array.view(dtype.memory), dtype.name)
 
     def numpy(self) -> np.ndarray:
         self.seen_by_numpy += 1
@@ -45,11 +52,10 @@ class Tensor:
         return self.array
 
 
-def empty(shape: tuple[int, ...], *, dtype: str, device: str) -> Tensor:
+def empty(shape: tuple[int, ...], *, dtype: DType, device: str) -> Tensor:
     assert device == "cpu"
-    return Tensor(np.empty(shape, TYPES.get(dtype, np.int16)), dtype)
+    return Tensor(np.empty(shape, dtype.memory), dtype.name)
 
 
 def module() -> Any:
-    names = {name: name for name in ("bfloat16", *TYPES)}
-    return SimpleNamespace(Tensor=Tensor, from_numpy=Tensor, empty=empty, device=str, strided="strided", **names)
+    return SimpleNamespace(Tensor=Tensor, from_numpy=Tensor, empty=empty, device=str, strided="strided", **TYPES)

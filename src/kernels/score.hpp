@@ -204,10 +204,10 @@ MH_INLINE void each_key(int64_t v, vec<T> x, const F& f) {
 }
 
 // Rows that lie as T are read in place, a vector of each and the vectors transposed; but for one row for all, and tiles of
-// fewer keys than a vector. Copies of all of them first: 0.95 to 1.00 of the whole call's speed. Rows in bf16 are too, as
-// pairs of keys that come apart when they are transposed (half of the transposing, and no copies). Last keys that are fewer
-// than a vector come with the vector that ends with them, first ones (keys_before_line: 1024 keys of f32 1.014 to 1.02, AVX2 1.0,
-// tiles of 32 keys 0.97) with the first.
+// fewer keys than a vector. Rows in bf16 are read in place too, a vector of each holding twice as many keys, whose pairs come
+// apart once they are transposed (AMX 1.07 to 1.18, AVX-512 and AVX2 1.0 to 1.06). Copies of all of them first: 0.95 to 1.00 of
+// the whole call's speed. Last keys that are fewer than such a vector come with the vector that ends with them, first ones
+// (keys_before_line: 1024 keys of f32 1.014 to 1.02, AVX2 1.0, tiles of 32 keys 0.97) with the first.
 // Closes: as biased(). Not on the matrix route, which does again whatever is not finite: 1.02 to 1.04 times as fast.
 template <class T, bool Closes = true>
 __attribute__((noinline)) void bias_pass_transposed(const kernel_call& c, const row_terms<T>& of, const tile_at& t,
