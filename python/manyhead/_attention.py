@@ -21,7 +21,19 @@ from ._arrays import (
     writable,
 )
 from ._library import lib, raise_for
-from ._plan import NO_OUT, CPlan, Options, Shape, forget, gather, make_exec, plan_for, real_type, thread_limit
+from ._plan import (
+    NO_OUT,
+    CPlan,
+    Options,
+    Shape,
+    as_arrays,
+    forget,
+    gather,
+    make_exec,
+    plan_for,
+    real_type,
+    thread_limit,
+)
 from ._tensors import as_array, facts, make, numpy_type, see, see_output
 
 forget_plans = forget
@@ -189,7 +201,9 @@ class Plan:
         that would be copied first, and JAX arrays, which never change, are refused. Arguments as in run."""
         q_array, k_array, v_array = floats(q, "q"), floats(k, "k"), floats(v, "v")
         out_array = None if out is None else writable(out, "out")
-        inputs = gather(q_array.dtype, attn_mask, attn_bias, key_mask, seqused_k, q_offset, alibi_slopes, sinks)
+        inputs = as_arrays(
+            gather(q_array.dtype, attn_mask, attn_bias, key_mask, seqused_k, q_offset, alibi_slopes, sinks)
+        )
         tensors = q_array, k_array, v_array, out_array
         self._check(tensors, tuple(() if x is None else facts(x) for x in tensors), inputs)
         arrays = {"q": q_array, "k": k_array, "v": v_array, **inputs}
@@ -295,6 +309,7 @@ def plan(
         _example(alibi_slopes, real),
         _example(sinks, real),
     )
+    inputs = as_arrays(inputs)
     out = _example(out, dtype)
     if out is not None and not isinstance(out, Shape):
         out = writable(out, "out")

@@ -28,7 +28,7 @@ from ._arrays import (
 )
 from ._attention import make_window
 from ._library import check, lib
-from ._plan import gather, make_exec, place, result_type, spread
+from ._plan import as_arrays, gather, make_exec, place, result_type, spread
 from ._weights import SafeTensors, find
 
 _LAYOUTS = ("out_in", "in_out", "per_head")
@@ -247,7 +247,7 @@ class MultiHeadAttention:
         offsets = None
         if q_offset is not None and not isinstance(q_offset, Integral):
             offsets, q_offset = q_offset, None
-        inputs = gather(self.dtype, attn_mask, attn_bias, key_mask, seqused_k, offsets)
+        inputs = as_arrays(gather(self.dtype, attn_mask, attn_bias, key_mask, seqused_k, offsets))
         q = self._tokens(x_q, "x_q", self.embed_dim)
         k = q if x_k is None else self._tokens(x_k, "x_k", self.k_embed_dim)
         v = k if x_v is None else self._tokens(x_v, "x_v", self.v_embed_dim)

@@ -30,7 +30,7 @@ from ._arrays import (
     view,
 )
 from ._library import check, lib, raise_for, text_of
-from ._tensors import as_array, make, wrap_tensor
+from ._tensors import as_array, begin_of, facts, make, numpy_type, see, stays, wrap_tensor
 
 _F64 = CODES[np.dtype(np.float64)]
 
@@ -104,8 +104,8 @@ def gather(
     alibi_slopes: Any = None,
     sinks: Any = None,
 ) -> Inputs:
-    """The optional inputs of tensors of this type as arrays that C can read, under the names that mh_tensors has for
-    them."""
+    """The optional inputs of tensors of this type, under the names that mh_tensors has for them: as arrays that C can
+    read, PyTorch's masks as they are."""
     if (
         attn_mask is None
         and attn_bias is None
@@ -120,14 +120,14 @@ def gather(
     inputs: Inputs = {}
     if attn_mask is not None:
         array = attn_mask if isinstance(attn_mask, Shape) else _any_mask(attn_mask)
-        if array.dtype in (np.bool_, np.uint8):
+        if numpy_type(array) in (np.bool_, np.uint8):
             inputs["mask"] = array
         elif attn_bias is not None:
             raise ValueError("attn_mask is additive and attn_bias is given too: add them up and pass one")
         else:
             inputs["bias"] = array
     for field, value, convert in (
-        ("bias", attn_bias, lambda x: floats(x, "attn_bias")),
+        ("bias", attn_bias, lambda x: see(x, "attn_bias")[0]),
         ("key_mask", key_mask, lambda x: mask(x, "key_mask")),
         ("seqused_k", seqused_k, lambda x: index_vector(x, "seqused_k")),
         ("q_offset", q_offset, lambda x: index_vector(x, "q_offset")),
@@ -139,8 +139,14 @@ def gather(
     return inputs
 
 
-def _any_mask(x: Any) -> np.ndarray:
+def as_arrays(inputs: Mapping[str, Any]) -> Inputs:
+    return {name: as_array(x) for name, x in inputs.items()}
+
+
+def _any_mask(x: Any) -> Any:
     """attn_mask: boolean, or floats to add."""
+    if stays(x):
+        return x
     array = np.asarray(x) if isinstance(x, (list, tuple)) else view(x, "attn_mask")
     if array.dtype in (np.bool_, np.uint8):
         return array
@@ -193,6 +199,7 @@ class CPlan:
 
     def __init__(self, q: Any, k: Any, v: Any, out: Any, inputs: Mapping[str, Any], options: Options) -> None:
         self.handle: int | None = None
+        inputs = as_arrays(inputs)
         axes = choice(options.layout, "layout", LAYOUT)
         _check_shapes(q, k, v, axes)
         batch, heads, q_len, head_dim = (q.shape[axis] for axis in axes)
@@ -326,7 +333,7 @@ class CPlan:
         """Where everything lies, as an mh_tensors, and the results besides out, whose memory is made here."""
         words = [_TENSORS.size, *begins, *_NO_OTHERS]
         for field, array in inputs.items():
-            words[_WORD[field]] = address(array)
+            words[_WORD[field]] = begin_of(array)
         extra = []
         for _, field, shape in self.results:
             array, words[_WORD[field]] = make(shape, self.real, like)
@@ -401,13 +408,13 @@ def forget() -> None:
 
 
 def signature(inputs: Inputs) -> tuple:
-    return tuple((field, array.shape, array.strides, array.dtype) for field, array in inputs.items())
+    return tuple((field, facts(array)) for field, array in inputs.items())
 
 
-def plan_for(tensors: tuple, facts: tuple, inputs: Inputs, options: tuple) -> CPlan:
+def plan_for(tensors: tuple, seen: tuple, inputs: Inputs, options: tuple) -> CPlan:
     """The plan of an earlier call with the same shapes, strides, types and options, or a new one. Of q, k, v and out,
     which may be None."""
-    key = facts, signature(inputs) if inputs else (), options
+    key = seen, signature(inputs) if inputs else (), options
     try:
         plan = _plans.get(key)
     except TypeError:  # an option that cannot be a key: CPlan accepts or refuses it

@@ -1,4 +1,4 @@
-"""q, k, v and out: NumPy arrays, or PyTorch's tensors as they are.
+"""q, k, v, out and masks: NumPy arrays, or PyTorch's tensors as they are.
 
 What a kept plan needs of a tensor is its shape, strides, type and address. PyTorch tells them in 1 us (Intel Xeon,
 CPython 3.11); a NumPy array on the same memory takes 3 to make and to ask, in bfloat16 6, four times a call.
@@ -24,7 +24,8 @@ _address, _from_buffer = ctypes.addressof, ctypes.c_char.from_buffer
 _BF16 = CODES[BF16]
 _Tensor: Any = _NoTensor
 _layout: Any = None  # of tensors with strides
-_item: dict[Any, int] = {}  # type -> bytes of an element - 1
+_item: dict[Any, int] = {}  # type that manyhead computes with -> bytes of an element - 1
+_masks: dict[Any, int] = {}  # those of masks
 _types: dict[Any, np.dtype] = {}  # PyTorch's -> NumPy's
 _empty: dict[int | None, Any] = {}  # mh_dtype -> maker of an uninitialised tensor in host memory
 
@@ -44,7 +45,7 @@ def see(x: Any, name: str) -> tuple[Any, tuple, int]:
                     pass
             if flags.aligned:
                 return x, (x.shape, x.strides, dtype), address(x)
-    elif kind is _Tensor and (seen := _see_plain(x)):
+    elif kind is _Tensor and (seen := _see_plain(x, _item.get(x.dtype))):
         return seen
     array = floats(x, name)
     if kind is not _ndarray:
@@ -54,10 +55,20 @@ def see(x: Any, name: str) -> tuple[Any, tuple, int]:
 
 def see_output(x: Any, name: str) -> tuple[Any, tuple, int]:
     """The same of an output that the caller gave: its memory itself, never a copy."""
-    if type(x) is _Tensor and (seen := _see_plain(x)):
+    if type(x) is _Tensor and (seen := _see_plain(x, _item.get(x.dtype))):
         return seen
     array = writable(x, name)
     return array, facts(array), address(array)
+
+
+def stays(x: Any) -> bool:
+    """Whether a mask, of bool or floats, is a tensor that may stay what it is."""
+    return type(x) is _Tensor and _see_plain(x, _masks.get(x.dtype)) is not None
+
+
+def begin_of(x: Any) -> int:
+    """Where the first element lies."""
+    return x.data_ptr() if type(x) is _Tensor else address(x)
 
 
 def facts(x: Any) -> tuple:
@@ -88,9 +99,8 @@ def wrap_tensor(x: Any, like: Any) -> Any:
     return x if type(like) is _ndarray or type(x) is _Tensor else wrap(x, like)
 
 
-def _see_plain(x: Any) -> tuple[Any, tuple, int] | None:
+def _see_plain(x: Any, item: int | None) -> tuple[Any, tuple, int] | None:
     """A tensor whose facts are all there is to it. Others go by way of NumPy, are copied or refused in words."""
-    item = _item.get(x.dtype)
     try:
         if (
             item is not None
@@ -123,5 +133,7 @@ def _meet(kind: type) -> None:
         _item[theirs] = dtype.itemsize - 1
         _types[theirs] = dtype
         _empty[CODES[dtype]] = lambda shape, dtype=theirs, make=torch.empty: make(shape, dtype=dtype, device=cpu)
+    _masks.update(_item)
+    _masks[torch.bool], _types[torch.bool] = 0, np.dtype(np.bool_)
     _layout = torch.strided
     _Tensor = kind  # last, as other threads may be looking

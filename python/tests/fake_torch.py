@@ -14,7 +14,7 @@ class DType:  # equal to no type of NumPy's
         self.memory = np.dtype("int16" if name == "bfloat16" else name)
 
 
-TYPES = {name: DType(name) for name in ("float32", "float64", "float16", "bfloat16", "int64", "int16")}
+TYPES = {name: DType(name) for name in ("float32", "float64", "float16", "bfloat16", "int64", "int16", "bool")}
 
 
 class Tensor:

@@ -301,7 +301,7 @@ def fake(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", fake_torch.module())
     monkeypatch.setattr(_tensors, "_Tensor", _tensors._NoTensor)
     monkeypatch.setattr(_tensors, "_layout", None)
-    for name in ("_item", "_types", "_empty"):
+    for name in ("_item", "_masks", "_types", "_empty"):
         monkeypatch.setattr(_tensors, name, {})
     return sys.modules["torch"]
 
@@ -334,6 +334,34 @@ def test_tensors_as_they_are(fake, dtype):
         other.run(*map(tensor_of, arrays))
     with pytest.raises(ValueError, match="k has strides .*, the plan was made for"):
         plan.run(*map(tensor_of, (arrays[0], apart[1], arrays[2])))
+
+
+@pytest.mark.parametrize("name", ["attn_mask", "attn_bias"])
+@pytest.mark.parametrize("dtype", ["bool", "float32", "bfloat16"])
+def test_masks_as_they_are(fake, name, dtype):
+    if name == "attn_bias" and dtype == "bool":
+        with pytest.raises(TypeError, match="attn_bias has dtype bool"):
+            manyhead.attention(*tensors(1, 2, 3, 8), attn_bias=fake.Tensor(np.ones((3, 3), bool)))
+        return
+    q, k, v = tensors(2, 4, 5, 8)
+    drawn = np.random.default_rng(1).standard_normal((2, 1, 5, 5))
+    mask = drawn > -1 if dtype == "bool" else drawn.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    expected = manyhead.attention(q, k, v, **{name: mask})
+    bits = mask.view(np.int16) if dtype == "bfloat16" else mask
+    apart = np.ascontiguousarray(bits.swapaxes(2, 3)).swapaxes(2, 3)
+    for given in (bits, apart):
+        for numpy_looks in (True, True, False):  # at the first tensors, and for a plan of their like
+            x, *qkv = fake.Tensor(given, dtype), *map(fake.Tensor, (q, k, v))
+            np.testing.assert_array_equal(manyhead.attention(*qkv, **{name: x}).array, expected)
+            assert numpy_looks or x.seen_by_numpy == 0
+    plan = manyhead.plan(q, k, v, **{name: x})
+    for y in (x, fake.Tensor(apart, dtype)):
+        np.testing.assert_array_equal(plan.run(q, k, v, **{name: y}), expected)
+    np.testing.assert_array_equal(plan.bind(q, k, v, **{name: x})(), expected)
+    with pytest.raises(ValueError, match="(mask|bias) has strides"):
+        plan.run(q, k, v, **{name: fake.Tensor(bits, dtype)})
+    with pytest.raises(ValueError, match="attn_bias .*has shape|attn_mask has shape"):
+        manyhead.attention(*map(fake.Tensor, (q, k, v)), **{name: fake.Tensor(bits[..., :4], dtype)})
 
 
 def test_tensors_that_numpy_must_see(fake):
