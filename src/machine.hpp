@@ -47,10 +47,10 @@ const machine& this_machine();
 
 // Whether f32 goes to a matrix unit where there is one, by the CPUs of the whole machine: not by those that this process may
 // run on, nor by its threads, for results have the same bits on all of them. Of f32 the unit does six products for one, and
-// its rate is a matter of power: alone a core of an Intel Xeon with AMX takes 0.65 to 0.76 of the time of multiply-adds from 384 tokens on,
-// but with 16 at work (or with neighbours' on other cores of the socket) half of the cores do half as much. Prompts of f32
-// there, the time of multiply-adds over the unit's, mean of ten: on one thread 1.32, two 1.08 to 1.26, four 0.98 to 1.12,
-// eight 0.93 to 1.00, sixteen 0.88 (0.73 to 1.07).
+// its rate is a matter of power: alone a core of an Intel Xeon with AMX takes 0.65 to 0.76 of the time of multiply-adds from
+// 384 tokens on, but with 16 at work (or with neighbours' on other cores of the socket) half of the cores do half as much.
+// Prompts of f32 there, the time of multiply-adds over the unit's, mean of ten: on one thread 1.32, two 1.08 to 1.26, four
+// 0.98 to 1.12, eight 0.93 to 1.00, sixteen 0.88 (0.73 to 1.07).
 constexpr bool unit_pays_for_f32(int32_t cpus) { return cpus < 16; }
 
 // What only reports need, asked for anew each time. 0 and "" = unknown.

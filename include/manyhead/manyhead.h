@@ -103,7 +103,8 @@ MH_API int32_t mh_threads(void);
 MH_API mh_status mh_set_threads(int32_t threads);
 
 /* Facts about the machine as JSON: isa, threads, f32_on_unit (whether f32 goes to a matrix unit where there is one), cache
- * sizes, CPU name, cores, memory, system. Works like snprintf: writes at most `size` bytes with the final 0 and sets *needed (may be NULL) to the size of the whole text with its final 0. */
+ * sizes, CPU name, cores, memory, system. Works like snprintf: writes at most `size` bytes with the final 0 and sets
+ * *needed (may be NULL) to the size of the whole text with its final 0. */
 MH_API mh_status mh_machine_describe(char* buffer, size_t size, size_t* needed);
 
 /* ---- The problem ---------------------------------------------------------------------------------------------- */

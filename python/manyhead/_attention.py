@@ -22,7 +22,6 @@ from ._arrays import (
 )
 from ._library import lib, raise_for
 from ._plan import (
-    NO_OUT,
     CPlan,
     Options,
     Shape,
@@ -34,7 +33,7 @@ from ._plan import (
     real_type,
     thread_limit,
 )
-from ._tensors import as_array, facts, make, numpy_type, see, see_output
+from ._tensors import as_array, facts, make, numpy_type, see_all
 
 forget_plans = forget
 _run = lib.mh_plan_run
@@ -126,19 +125,16 @@ def attention(
     offsets = None
     if q_offset is not None and not isinstance(q_offset, Integral):
         offsets, q_offset = q_offset, None
-    q_array, q_facts, q_begin = see(q, "q")
-    k_array, k_facts, k_begin = see(k, "k")
-    v_array, v_facts, v_begin = see(v, "v")
-    out_array, out_facts, out_begin = NO_OUT if out is None else see_output(out, "out")
-    inputs = gather(numpy_type(q_array), attn_mask, attn_bias, key_mask, seqused_k, offsets, alibi_slopes, sinks)
+    tensors, seen, begins = see_all(q, k, v, out)
+    inputs = gather(numpy_type(tensors[0]), attn_mask, attn_bias, key_mask, seqused_k, offsets, alibi_slopes, sinks)
     plan = plan_for(
-        (q_array, k_array, v_array, out_array),
-        (q_facts, k_facts, v_facts, out_facts),
+        tensors,
+        seen,
         inputs,
         (scale, causal, align, q_offset, window, softcap, fast_exp, alibi_mode, layout)
         + (return_lse, lse_base, return_weights, return_column_sums, return_scores),
     )
-    return plan.run(q, (q_begin, k_begin, v_begin, out_begin), out, inputs, threads, workspace)
+    return plan.run(q, begins, out, inputs, threads, workspace)
 
 
 class Plan:
@@ -171,13 +167,12 @@ class Plan:
     ) -> Any:
         """Runs the plan. Arrays must have the shapes, strides and types that it was made for, and the same optional
         inputs must be there; otherwise ValueError says which one differs. Arguments and results as in attention."""
-        q_array, q_facts, q_begin = see(q, "q")
-        k_array, k_facts, k_begin = see(k, "k")
-        v_array, v_facts, v_begin = see(v, "v")
-        out_array, out_facts, out_begin = NO_OUT if out is None else see_output(out, "out")
-        inputs = gather(numpy_type(q_array), attn_mask, attn_bias, key_mask, seqused_k, q_offset, alibi_slopes, sinks)
-        self._check((q_array, k_array, v_array, out_array), (q_facts, k_facts, v_facts, out_facts), inputs)
-        return self._plan.run(q, (q_begin, k_begin, v_begin, out_begin), out, inputs, threads, workspace)
+        tensors, seen, begins = see_all(q, k, v, out)
+        inputs = gather(
+            numpy_type(tensors[0]), attn_mask, attn_bias, key_mask, seqused_k, q_offset, alibi_slopes, sinks
+        )
+        self._check(tensors, seen, inputs)
+        return self._plan.run(q, begins, out, inputs, threads, workspace)
 
     def bind(
         self,

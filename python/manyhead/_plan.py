@@ -43,7 +43,6 @@ _WEIGHTS = {False: 0, True: _abi.OUTPUT_WEIGHTS, "mean": _abi.OUTPUT_MEAN_WEIGHT
 
 Inputs = dict[str, Any]  # field of mh_tensors -> array
 NO_INPUTS: Inputs = {}
-NO_OUT: tuple[None, tuple, int] = (None, (), 0)  # of _tensors.see_output
 
 
 class Options(NamedTuple):

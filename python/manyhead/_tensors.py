@@ -6,13 +6,12 @@ CPython 3.11); a NumPy array on the same memory takes 3 to make and to ask, in b
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from typing import Any
 
 import numpy as np
 
-from ._arrays import BF16, CODES, address, floats, new, view, wrap, writable
+from ._arrays import BF16, CODES, _address, _from_buffer, address, floats, new, view, wrap, writable
 
 
 class _NoTensor:
@@ -20,7 +19,6 @@ class _NoTensor:
 
 
 _ndarray = np.ndarray
-_address, _from_buffer = ctypes.addressof, ctypes.c_char.from_buffer
 _BF16 = CODES[BF16]
 _Tensor: Any = _NoTensor
 _layout: Any = None  # of tensors with strides
@@ -40,7 +38,7 @@ def see(x: Any, name: str) -> tuple[Any, tuple, int]:
             flags = x.flags
             if flags.carray and code != _BF16:  # most are: what address does, without a call
                 try:
-                    return x, (x.shape, x.strides, dtype), _address(_from_buffer(x))
+                    return x, (x.shape, x.strides, dtype), _address(_from_buffer(x))  # type: ignore[arg-type]
                 except (ValueError, TypeError, BufferError):  # empty, or NumPy warns of writing
                     pass
             if flags.aligned:
@@ -54,11 +52,22 @@ def see(x: Any, name: str) -> tuple[Any, tuple, int]:
 
 
 def see_output(x: Any, name: str) -> tuple[Any, tuple, int]:
-    """The same of an output that the caller gave: its memory itself, never a copy."""
+    """The same of an output that the caller gave: its memory itself, never a copy. None: nothing yet."""
+    if x is None:
+        return None, (), 0
     if type(x) is _Tensor and (seen := _see_plain(x, _item.get(x.dtype))):
         return seen
     array = writable(x, name)
     return array, facts(array), address(array)
+
+
+def see_all(q: Any, k: Any, v: Any, out: Any) -> tuple[tuple, tuple, tuple[int, int, int, int]]:
+    """What to keep of all four, their facts, where they begin."""
+    q, q_facts, q_begin = see(q, "q")
+    k, k_facts, k_begin = see(k, "k")
+    v, v_facts, v_begin = see(v, "v")
+    out, out_facts, out_begin = see_output(out, "out")
+    return (q, k, v, out), (q_facts, k_facts, v_facts, out_facts), (q_begin, k_begin, v_begin, out_begin)
 
 
 def stays(x: Any) -> bool:
