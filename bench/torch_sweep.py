@@ -1,10 +1,8 @@
 """Times manyhead.attention beside PyTorch's own on problems drawn at random, and prints the worst ratios.
 
 Layouts, masks, groups and sizes that no table names, as a program that swaps one call for the other would have them:
-tensors in, a tensor out. Both run in this process, in turns of 20 ms, the fastest of three counts. PyTorch's idle
-threads spin, some 15 ms after each call, and leave others half of each CPU: so manyhead's turn comes after a pause
-(--pause 0: at once, as where calls of both follow each other). What differs from PyTorch by more than rounding is an
-error.
+tensors in, a tensor out. Both run in this process on PyTorch's threads, in turns of 20 ms, the fastest of three counts.
+What differs from PyTorch by more than rounding is an error.
 """
 
 from __future__ import annotations
@@ -139,12 +137,11 @@ def main() -> int:
     parser.add_argument("--number", type=int, default=200, help="problems (default 200)")
     parser.add_argument("--seed", type=int, default=1, help="of the problems (default 1)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: all CPUs")
-    parser.add_argument("--pause", type=float, default=0.05, help="seconds before manyhead's turns (default 0.05)")
     parser.add_argument("--list", type=int, default=15, help="how many of the worst to print (default 15)")
     args = parser.parse_args()
     masks = tuple("" if word == "none" else word for word in args.masks.split(","))
-    if not set(masks) <= {"", "bool", "bias"} or args.number < 1 or args.threads < 1 or not args.pause >= 0:
-        parser.error("--masks: none, bool or bias; --number and --threads: at least 1; --pause: at least 0")
+    if not set(masks) <= {"", "bool", "bias"} or args.number < 1 or args.threads < 1:
+        parser.error("--masks: none, bool or bias; --number and --threads: at least 1")
     torch.set_num_threads(args.threads)
     manyhead.set_threads(args.threads)
     torch.manual_seed(args.seed)
@@ -161,7 +158,6 @@ def main() -> int:
             their = our = math.inf
             for _ in range(3):
                 their = min(their, turn(theirs))
-                time.sleep(args.pause if args.threads > 1 else 0)
                 our = min(our, turn(ours))
             rows.append((their / our, problem.line, our * 1e6, their * 1e6))
     rows.sort()

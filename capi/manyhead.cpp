@@ -18,6 +18,7 @@
 #include "machine.hpp"
 #include "merge.hpp"
 #include "mha.hpp"
+#include "openmp.hpp"
 #include "plan.hpp"
 #include "pool.hpp"
 #include "probe.hpp"
@@ -140,6 +141,7 @@ mh_exec read_exec(const mh_exec* user) {
   if (exec.parallel_for == nullptr && exec.parallel_ctx != nullptr) {
     invalid("exec.parallel_for is NULL, must be a function where parallel_ctx is not NULL");
   }
+  manyhead::use_openmp(exec);
   const auto address = reinterpret_cast<uintptr_t>(exec.workspace);
   if (address % 64 != 0) invalid("exec.workspace is at address ", address, ", must be a multiple of 64");
   if (address == 0 && exec.workspace_size != 0) {

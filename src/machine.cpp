@@ -253,6 +253,7 @@ void read_environment(machine& m) {
   if (const char* path = std::getenv("MH_PROFILE")) m.profile_path = path;
   read_flag(m, "MH_VERBOSE", m.verbose);
   read_flag(m, "MH_F32_UNIT", m.f32_on_unit);
+  read_flag(m, "MH_OPENMP", m.openmp);
   const char* threads = std::getenv("MH_THREADS");
   if (threads == nullptr || *threads == 0) return;
   const char* end = threads + std::strlen(threads);

@@ -1,4 +1,4 @@
-// What this computer is: the only file that asks the CPU and the environment (MH_ISA, MH_THREADS, MH_F32_UNIT,
+// What this computer is: the only file that asks the CPU and the environment (MH_ISA, MH_THREADS, MH_F32_UNIT, MH_OPENMP,
 // MH_VERBOSE, MH_PROFILE).
 #pragma once
 
@@ -35,11 +35,12 @@ struct machine {
   int32_t cpus = 1;  // that this process may run on (affinity mask, not the whole host)
   cpu_core core = cpu_core::other;
   bool f32_on_unit = true;        // MH_F32_UNIT, else unit_pays_for_f32
+  bool openmp = true;             // MH_OPENMP: tasks may go to the threads of a host's runtime
   std::string isa_request;        // MH_ISA, "" = none
   int32_t threads_request = 0;    // MH_THREADS, 0 = none
   bool verbose = false;           // MH_VERBOSE
   std::string profile_path;       // MH_PROFILE, "" = none
-  std::string environment_error;  // what is wrong with MH_VERBOSE, MH_F32_UNIT or MH_THREADS; "" = nothing
+  std::string environment_error;  // what is wrong with MH_VERBOSE, MH_F32_UNIT, MH_OPENMP or MH_THREADS; "" = nothing
 };
 
 // Read once, on first use; afterwards constant.

@@ -38,9 +38,13 @@ AT(mh_tensors, out, 32); AT(mh_tensors, mask, 40); AT(mh_tensors, bias, 48); AT(
 AT(mh_tensors, seqused_k, 64); AT(mh_tensors, q_offset, 72); AT(mh_tensors, alibi_slopes, 80);
 AT(mh_tensors, sinks, 88); AT(mh_tensors, lse, 96); AT(mh_tensors, weights, 104); AT(mh_tensors, mean_weights, 112);
 AT(mh_tensors, column_sums, 120); AT(mh_tensors, scores, 128);
-SIZE(mh_exec, 48);
+SIZE(mh_exec, 56);
 AT(mh_exec, struct_size, 0); AT(mh_exec, threads, 8); AT(mh_exec, reserved0, 12); AT(mh_exec, parallel_for, 16);
 AT(mh_exec, parallel_ctx, 24); AT(mh_exec, workspace, 32); AT(mh_exec, workspace_size, 40);
+AT(mh_exec, openmp, 48);
+SIZE(mh_openmp, 40);
+AT(mh_openmp, struct_size, 0); AT(mh_openmp, parallel, 8); AT(mh_openmp, max_threads, 16);
+AT(mh_openmp, thread_num, 24); AT(mh_openmp, num_threads, 32);
 SIZE(mh_merge, 192);
 AT(mh_merge, struct_size, 0); AT(mh_merge, states, 8); AT(mh_merge, batch, 16); AT(mh_merge, heads, 24);
 AT(mh_merge, q_len, 32); AT(mh_merge, v_dim, 40); AT(mh_merge, dtype, 48); AT(mh_merge, flags, 52);
@@ -765,6 +769,35 @@ static void busy_pool_run(void* ctx, int64_t n, mh_task_fn fn, void* arg) {
   }
 }
 
+/* An OpenMP runtime with a team of up to three, the caller among them, whose others come one after the other. */
+static struct {
+  mh_openmp openmp;
+  int most, team, number, calls;
+} runtime;
+
+static int openmp_is_off; /* as MH_OPENMP says */
+
+static int runtime_most(void) { return runtime.most; }
+static int runtime_number(void) { return runtime.number; }
+static int runtime_team(void) { return runtime.team; }
+
+static void runtime_parallel(void (*body)(void*), void* data, unsigned threads, unsigned flags) {
+  CHECK(threads == 0 && flags == 0); /* its own team, whatever its size */
+  ++runtime.calls;
+  for (runtime.number = runtime.team; runtime.number-- > 0;) body(data);
+}
+
+static void set_up_runtime(int most, int team) {
+  memset(&runtime, 0, sizeof runtime);
+  runtime.openmp.struct_size = sizeof runtime.openmp;
+  runtime.openmp.parallel = runtime_parallel;
+  runtime.openmp.max_threads = runtime_most;
+  runtime.openmp.thread_num = runtime_number;
+  runtime.openmp.num_threads = runtime_team;
+  runtime.most = most;
+  runtime.team = team;
+}
+
 static mh_exec default_exec(void) {
   mh_exec exec;
   memset(&exec, 0, sizeof exec);
@@ -791,6 +824,10 @@ static void test_exec(void) {
   BAD_EXEC(bad.threads = -1, "threads is -1");
   BAD_EXEC(bad.reserved0 = 1, "reserved0 is 1");
   BAD_EXEC(bad.parallel_ctx = &pool, "parallel_for is NULL");
+  set_up_runtime(3, 3);
+  BAD_EXEC((bad.openmp = &runtime.openmp, bad.parallel_for = pool_run), "parallel_for is not NULL");
+  BAD_EXEC((bad.openmp = &runtime.openmp, runtime.openmp.thread_num = NULL), "openmp has a function that is NULL");
+  BAD_EXEC((bad.openmp = &runtime.openmp, runtime.openmp.struct_size = 8), "exec.openmp.struct_size is 8");
   BAD_EXEC((bad.workspace = aligned + 8, bad.workspace_size = 1 << 20), "workspace is at address");
   BAD_EXEC(bad.workspace_size = 1 << 20, "workspace is NULL");
   BAD_EXEC((bad.workspace = aligned, bad.workspace_size = 1), "workspace_size is 1");
@@ -820,6 +857,22 @@ static void test_exec(void) {
   pool.calls = 0;
   CHECK(mh_plan_run(plan, &t, &exec) == MH_OK);
   CHECK(pool.calls == 0);
+
+  /* So do the threads of an OpenMP runtime: all that it may have, fewer than it said, and one alone. */
+  exec = default_exec();
+  exec.openmp = &runtime.openmp;
+  for (i = 3; i > 0; --i) {
+    exec.threads = 4;
+    memset(big_out, 0xa5, sizeof big_out);
+    set_up_runtime(3, (int)i);
+    CHECK(mh_plan_run(plan, &t, &exec) == MH_OK);
+    CHECK(memcmp(big_serial, big_out, sizeof big_out) == 0);
+    CHECK(openmp_is_off ? runtime.calls == 0 : runtime.calls >= 1);
+    set_up_runtime((int)i, (int)i);
+    exec.threads = i == 2 ? 1 : 2;
+    CHECK(mh_plan_run(plan, &t, &exec) == MH_OK);
+    CHECK(i == 3 && !openmp_is_off ? runtime.calls >= 1 : runtime.calls == 0);
+  }
 
   /* manyhead's own threads, and a workspace of exactly the size asked for. */
   exec = default_exec();
@@ -1367,11 +1420,15 @@ int main(void) {
   const char* isa = getenv("MH_ISA");
   const char* threads = getenv("MH_THREADS");
   const char* f32_unit = getenv("MH_F32_UNIT");
+  const char* openmp = getenv("MH_OPENMP");
+  openmp_is_off = openmp != NULL && strcmp(openmp, "0") == 0;
   CHECK(mh_last_error() != NULL && mh_last_error()[0] == 0);
   if (is_wrong_threads(threads)) {
     test_wrong_environment(MH_INVALID_ARGUMENT, "MH_THREADS", threads);
   } else if (is_wrong_flag(f32_unit)) {
     test_wrong_environment(MH_INVALID_ARGUMENT, "MH_F32_UNIT", f32_unit);
+  } else if (is_wrong_flag(openmp)) {
+    test_wrong_environment(MH_INVALID_ARGUMENT, "MH_OPENMP", openmp);
   } else if (status_of_isa(isa) != MH_OK) {
     test_wrong_environment(status_of_isa(isa), "MH_ISA", isa);
   } else {

@@ -97,8 +97,20 @@ class Tensors(Structure):
     ]
 
 
+class OpenMP(Structure):
+    """mh_openmp"""
+
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("parallel", c_void_p),
+        ("max_threads", c_void_p),
+        ("thread_num", c_void_p),
+        ("num_threads", c_void_p),
+    ]
+
+
 class Exec(Structure):
-    """mh_exec, and what keeps its workspace where it is."""
+    """mh_exec, and what keeps what it points to where it is."""
 
     keeps: object = None
 
@@ -110,6 +122,7 @@ class Exec(Structure):
         ("parallel_ctx", c_void_p),
         ("workspace", c_void_p),
         ("workspace_size", c_size_t),
+        ("openmp", c_void_p),
     ]
 
 
@@ -228,6 +241,7 @@ class ProfileOptions(Structure):
 STRUCTS: dict[str, type[Structure]] = {
     "mh_problem": Problem,
     "mh_tensors": Tensors,
+    "mh_openmp": OpenMP,
     "mh_exec": Exec,
     "mh_merge": Merge,
     "mh_mha_weights": MhaWeights,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as _json
-from ctypes import byref
 from numbers import Integral
 from typing import Any
 
@@ -20,6 +19,7 @@ from ._arrays import (
     is_jax,
     writable,
 )
+from ._exec import make_exec, thread_limit
 from ._library import lib, raise_for
 from ._plan import (
     CPlan,
@@ -28,10 +28,8 @@ from ._plan import (
     as_arrays,
     forget,
     gather,
-    make_exec,
     plan_for,
     real_type,
-    thread_limit,
 )
 from ._tensors import as_array, facts, make, numpy_type, see_all
 
@@ -339,7 +337,7 @@ class BoundPlan:
         tensors, extra = plan.tensors(like, (address(q), address(k), address(v), begin), inputs)
         self._arguments = None
         if plan.handle is not None:
-            self._arguments = plan.handle, tensors, byref(make_exec(threads, workspace))
+            self._arguments = plan.handle, tensors, make_exec(like, threads, workspace)
         self._plan = plan
         self._keeps = q, k, v, out_array, inputs, extra
         self._result = plan.result(like, out, out_array, extra)

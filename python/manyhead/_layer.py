@@ -27,8 +27,9 @@ from ._arrays import (
     writable,
 )
 from ._attention import make_window
+from ._exec import make_exec
 from ._library import check, lib
-from ._plan import as_arrays, gather, make_exec, place, result_type, spread
+from ._plan import as_arrays, gather, place, result_type, spread
 from ._weights import SafeTensors, find
 
 _LAYOUTS = ("out_in", "in_out", "per_head")
@@ -287,8 +288,7 @@ class MultiHeadAttention:
             field = "mean_weights" if average else "weights"
             setattr(call, field, address(weights))
             getattr(call, field + "_strides")[:] = element_strides(weights)
-        execution = None if threads is None else byref(make_exec(threads, None))
-        check(lib.mh_mha_run(self._handle, byref(call), execution))
+        check(lib.mh_mha_run(self._handle, byref(call), make_exec(x_q, threads)))
         out = wrap(result, x_q) if out is None else out
         return out if weights is None else _RESULT(out, wrap(weights, x_q))
 

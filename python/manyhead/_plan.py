@@ -16,7 +16,6 @@ import numpy as np
 from . import _abi
 from ._arrays import (
     CODES,
-    address,
     boolean,
     broadcast_strides,
     choice,
@@ -29,6 +28,7 @@ from ._arrays import (
     real_vector,
     view,
 )
+from ._exec import make_exec
 from ._library import check, lib, raise_for, text_of
 from ._tensors import as_array, begin_of, facts, make, numpy_type, see, stays, wrap_tensor
 
@@ -308,10 +308,7 @@ class CPlan:
             begins = (*begins[:3], begin)
         tensors, extra = self.tensors(like, begins, inputs)
         if self.handle is not None:
-            execution = None
-            if threads is not None or workspace is not None:
-                execution = byref(make_exec(threads, workspace))
-            status = lib.mh_plan_run(self.handle, tensors, execution)
+            status = lib.mh_plan_run(self.handle, tensors, make_exec(like, threads, workspace))
             if status:
                 raise_for(status)
         return self.result(like, out, out_array, extra)  # not earlier: a library may copy what it takes over
@@ -350,26 +347,6 @@ class CPlan:
 _WORD = {name: i for i, (name, *_) in enumerate(_abi.Tensors._fields_)}
 _TENSORS = Struct(f"{len(_WORD)}N")
 _NO_OTHERS = (0,) * (len(_WORD) - _WORD["out"] - 1)
-
-
-def make_exec(threads: int | None, workspace: Any) -> _abi.Exec:
-    execution = _abi.Exec(ctypes.sizeof(_abi.Exec), thread_limit(threads))
-    if workspace is not None:
-        array = view(workspace, "workspace")
-        if not (array.flags.writeable and array.flags.c_contiguous):
-            raise ValueError("workspace must be writable and contiguous")
-        execution.workspace = address(array)
-        execution.workspace_size = array.nbytes
-        execution.keeps = array
-    return execution
-
-
-def thread_limit(threads: int | None) -> int:
-    """exec.threads; None and 0 mean manyhead.threads()."""
-    count = 0 if threads is None else integer(threads, "threads")
-    if not 0 <= count < 2**31:
-        raise ValueError(f"threads is {count}, must be at least 0 and fit 32 bits")
-    return count
 
 
 def _check_shapes(q: Any, k: Any, v: Any, axes: tuple[int, ...]) -> None:

@@ -57,5 +57,13 @@ def empty(shape: tuple[int, ...], *, dtype: DType, device: str) -> Tensor:
     return Tensor(np.empty(shape, dtype.memory), dtype.name)
 
 
-def module() -> Any:
-    return SimpleNamespace(Tensor=Tensor, from_numpy=Tensor, empty=empty, device=str, strided="strided", **TYPES)
+def module(openmp: bool = False) -> Any:
+    return SimpleNamespace(
+        Tensor=Tensor,
+        from_numpy=Tensor,
+        empty=empty,
+        device=str,
+        strided="strided",
+        backends=SimpleNamespace(openmp=SimpleNamespace(is_available=lambda: openmp)),
+        **TYPES,
+    )

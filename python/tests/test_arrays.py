@@ -13,7 +13,7 @@ import numpy as np
 import problems
 import pytest
 import reference
-from manyhead import _tensors
+from manyhead import _exec, _tensors
 from manyhead._arrays import BF16, _DLTensor, _DLVersioned, view
 from problems import DTYPES, close, random_tensors, relayout
 
@@ -303,6 +303,7 @@ def fake(monkeypatch):
     monkeypatch.setattr(_tensors, "_layout", None)
     for name in ("_item", "_masks", "_types", "_empty"):
         monkeypatch.setattr(_tensors, name, {})
+    monkeypatch.setattr(_exec, "_runtimes", dict(_exec._runtimes))
     return sys.modules["torch"]
 
 

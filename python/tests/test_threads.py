@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import manyhead
 import numpy as np
@@ -96,3 +97,61 @@ assert os.waitpid(child, 0)[1] == 0 and right(100)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_child_without_the_threads_of_its_parent():
     subprocess.run([sys.executable, "-c", FORK], check=True, timeout=120)
+
+
+# Of a runtime that is told how many threads it has: the number of those that calls are for says whose they are.
+ON_OPENMP = """
+import ctypes, os, sys
+sys.path.insert(0, TESTS)
+import fake_torch
+sys.modules["torch"] = torch = fake_torch.module(openmp=True)
+runtime = ctypes.CDLL("libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
+import manyhead, numpy as np
+
+array = np.random.default_rng(0).standard_normal((4, 8, 24, 64), dtype=np.float32)
+expected = manyhead.attention(array, array, array, threads=1)
+tokens = array[:, 0]
+layer = manyhead.MultiHeadAttention(*(np.eye(64, dtype=np.float32) for _ in range(4)), num_heads=4)
+expected_of_layer = layer(tokens, threads=1)
+plan = manyhead.plan(array, array, array)
+
+def threads_of(call, x, expected, *rest, **options):
+    with manyhead.profile() as profile:
+        result = call(x, *rest, **options)
+    assert np.array_equal(getattr(result, "array", result), expected)
+    return max(call["threads"] for call in profile.calls)
+
+def numbers(x, **options):
+    x = x(array), x(tokens)
+    return {
+        threads_of(manyhead.attention, x[0], expected, x[0], x[0], **options),
+        threads_of(plan.run, x[0], expected, x[0], x[0], **options),
+        threads_of(lambda x: plan.bind(x, x, x, **options)(), x[0], expected),
+        threads_of(layer, x[1], expected_of_layer, **options),
+    }
+
+own = numbers(np.asarray, threads=2)
+for most in (3, 1, 5):
+    runtime.omp_set_num_threads(most)
+    theirs = {min(most, 2)} if IS_ON else own
+    assert numbers(torch.Tensor, threads=2) == theirs, (most, own)
+    assert numbers(np.asarray, threads=2) == own
+    if theirs != own:
+        assert numbers(torch.Tensor, threads=4) == numbers(torch.Tensor) == {min(most, 4)}
+child = os.fork()
+if child == 0:
+    numbers(torch.Tensor)  # without the threads of its parent
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+numbers(torch.Tensor)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="libgomp's name")
+@pytest.mark.parametrize(
+    "is_on, environment", [(True, {}), (False, {"MH_OPENMP": "0"}), (False, {"OMP_WAIT_POLICY": "passive"})]
+)
+def test_tensors_on_the_threads_of_pytorch(is_on, environment):
+    code = f"TESTS = {str(Path(__file__).parent)!r}\nIS_ON = {is_on}\n" + ON_OPENMP
+    environment = os.environ | {"MH_THREADS": "4"} | environment
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env=environment)
