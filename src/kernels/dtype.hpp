@@ -211,15 +211,17 @@ struct plain_of<double> {
 template <class D>
 using plain = typename plain_of<typename D::real>::type;
 
-// n elements, `stride` apart, widened into contiguous memory.
+// n elements, `stride` apart, widened into contiguous memory. Where they are whole vectors but for some at the end, the last
+// vector begins within the one before: at 40 dims in f16 half of a prompt's time went to the last eight, one by one.
 template <class D>
 MH_INLINE void widen_row(const typename D::storage* p, int64_t stride, int64_t n, typename D::real* to) {
-  int64_t i = 0;
-  if (stride == 1) {
-    constexpr int64_t w = lanes<typename D::real>;
-    for (; i + w <= n; i += w) store(to + i, D::widen(p + i));
+  constexpr int64_t w = lanes<typename D::real>;
+  if (stride != 1 || n < w) {
+    for (int64_t i = 0; i < n; ++i) to[i] = D::widen(p[i * stride]);
+    return;
   }
-  for (; i < n; ++i) to[i] = D::widen(p[i * stride]);
+  for (int64_t i = 0; i + w <= n; i += w) store(to + i, D::widen(p + i));
+  if (n % w != 0) store(to + n - w, D::widen(p + n - w));
 }
 
 // The reverse.
@@ -231,12 +233,13 @@ MH_INLINE void narrow_row(const typename D::real* from, int64_t n, typename D::s
       return;
     }
   }
-  int64_t i = 0;
-  if (stride == 1) {
-    constexpr int64_t w = lanes<typename D::real>;
-    for (; i + w <= n; i += w) D::narrow(load(from + i), p + i);
+  constexpr int64_t w = lanes<typename D::real>;
+  if (stride != 1 || n < w) {
+    for (int64_t i = 0; i < n; ++i) p[i * stride] = D::narrow(from[i]);
+    return;
   }
-  for (; i < n; ++i) p[i * stride] = D::narrow(from[i]);
+  for (int64_t i = 0; i + w <= n; i += w) D::narrow(load(from + i), p + i);
+  if (n % w != 0) D::narrow(load(from + n - w), p + n - w);
 }
 
 // A row of any dtype, known at run time only (biases, which may have another dtype than q, k and v).
