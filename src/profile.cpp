@@ -18,7 +18,6 @@
 #include <vector>
 
 #if defined(__linux__)
-#include <pthread.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -26,6 +25,7 @@
 #include "blocks.hpp"
 #include "check.hpp"
 #include "counters.hpp"
+#include "fork.hpp"
 #include "json.hpp"
 #include "kernels/ticks.hpp"
 #include "machine.hpp"
@@ -728,14 +728,12 @@ void write_trace() {
 bool start_watching() {
   const machine& m = this_machine();
   if (!m.environment_error.empty()) invalid(m.environment_error);
-#if defined(__linux__)
   // A forked child has none of the threads whose calls were running.
-  pthread_atfork(nullptr, nullptr, [] {
+  when_forked([] {
     running.store(0);
     active.store(nullptr);
     users.store(0);
   });
-#endif
   if (!m.profile_path.empty()) {
     trace.path = with_process_id(m.profile_path);
     std::FILE* file = std::fopen(trace.path.c_str(), "wb");  // now, not after a long run

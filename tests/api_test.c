@@ -13,6 +13,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 /* ---- The layout of the public structs, on 64-bit machines -------------------------------------------------------- */
 
@@ -773,9 +774,17 @@ static void busy_pool_run(void* ctx, int64_t n, mh_task_fn fn, void* arg) {
 static struct {
   mh_openmp openmp;
   int most, team, number, calls;
+  long late_ms; /* how much later than the caller's the last thread ends */
 } runtime;
 
 static int openmp_is_off; /* as MH_OPENMP says */
+
+static void sleep_ms(long ms) {
+  struct timespec time;
+  time.tv_sec = ms / 1000;
+  time.tv_nsec = ms % 1000 * 1000000;
+  nanosleep(&time, NULL);
+}
 
 static int runtime_most(void) { return runtime.most; }
 static int runtime_number(void) { return runtime.number; }
@@ -785,6 +794,7 @@ static void runtime_parallel(void (*body)(void*), void* data, unsigned threads, 
   CHECK(threads == 0 && flags == 0); /* its own team, whatever its size */
   ++runtime.calls;
   for (runtime.number = runtime.team; runtime.number-- > 0;) body(data);
+  if (runtime.late_ms > 0) sleep_ms(runtime.late_ms);
 }
 
 static void set_up_runtime(int most, int team) {
@@ -825,7 +835,7 @@ static void test_exec(void) {
   BAD_EXEC(bad.reserved0 = 1, "reserved0 is 1");
   BAD_EXEC(bad.parallel_ctx = &pool, "parallel_for is NULL");
   set_up_runtime(3, 3);
-  BAD_EXEC((bad.openmp = &runtime.openmp, bad.parallel_for = pool_run), "parallel_for is not NULL");
+  BAD_EXEC((bad.openmp = &runtime.openmp, bad.parallel_for = pool_run), "parallel_for is not NULL, must be NULL");
   BAD_EXEC((bad.openmp = &runtime.openmp, runtime.openmp.thread_num = NULL), "openmp has a function that is NULL");
   BAD_EXEC((bad.openmp = &runtime.openmp, runtime.openmp.struct_size = 8), "exec.openmp.struct_size is 8");
   BAD_EXEC((bad.workspace = aligned + 8, bad.workspace_size = 1 << 20), "workspace is at address");
@@ -873,6 +883,20 @@ static void test_exec(void) {
     CHECK(mh_plan_run(plan, &t, &exec) == MH_OK);
     CHECK(i == 3 && !openmp_is_off ? runtime.calls >= 1 : runtime.calls == 0);
   }
+
+  /* A caller that had to wait for the team's last thread leaves it alone as long as it waited. */
+  set_up_runtime(2, 2);
+  runtime.late_ms = 500;
+  for (i = 0; i < 3; ++i) {
+    memset(big_out, 0xa5, sizeof big_out);
+    CHECK(mh_plan_run(plan, &t, &exec) == MH_OK);
+    CHECK(memcmp(big_serial, big_out, sizeof big_out) == 0);
+    CHECK(runtime.calls == (openmp_is_off ? 0 : 1));
+  }
+  sleep_ms(runtime.late_ms);
+  runtime.late_ms = 0;
+  CHECK(mh_plan_run(plan, &t, &exec) == MH_OK);
+  CHECK(runtime.calls == (openmp_is_off ? 0 : 2));
 
   /* manyhead's own threads, and a workspace of exactly the size asked for. */
   exec = default_exec();

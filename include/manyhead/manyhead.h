@@ -229,17 +229,19 @@ typedef struct mh_tensors {
 typedef void (*mh_task_fn)(void* arg, int64_t index);
 typedef void (*mh_parallel_for_fn)(void* ctx, int64_t n, mh_task_fn fn, void* arg);
 
-/* An OpenMP runtime that the process has loaded: functions that dlsym finds in libgomp, libomp and libiomp5. For bindings
- * whose users' arrays belong to a library that computes on that runtime, as PyTorch does: its idle threads spin for
- * milliseconds after each call, on CPUs that other threads would have to share. Its default team is used, as a team of any
- * other size would have threads end and start. (A host that is compiled with OpenMP itself may write a mh_parallel_for_fn.) */
+/* An OpenMP runtime that the process has loaded: functions that dlsym finds in libgomp, libomp and libiomp5, all four. For
+ * bindings whose users' arrays belong to a library that computes on that runtime, as PyTorch does: its idle threads spin for
+ * milliseconds after each call, on CPUs that other threads would have to share. (A host that is compiled with OpenMP itself
+ * may write a mh_parallel_for_fn.) parallel(body, data, 0, 0) must call body(data) once on each thread of the calling thread's
+ * team, the caller's being number 0, and return when all have. max_threads() is the size of that team; libraries that set
+ * one for each thread may have a function of their own for it. The whole team wakes up even for fewer tasks. */
 typedef void (*mh_openmp_parallel_fn)(void (*body)(void* data), void* data, unsigned threads, unsigned flags);
 typedef int (*mh_openmp_number_fn)(void);
 
 typedef struct mh_openmp {
   size_t struct_size;
   mh_openmp_parallel_fn parallel;  /* GOMP_parallel */
-  mh_openmp_number_fn max_threads; /* omp_get_max_threads */
+  mh_openmp_number_fn max_threads; /* omp_get_max_threads, or at::get_num_threads */
   mh_openmp_number_fn thread_num;  /* omp_get_thread_num */
   mh_openmp_number_fn num_threads; /* omp_get_num_threads */
 } mh_openmp;
@@ -249,13 +251,15 @@ typedef struct mh_exec {
   int32_t threads;   /* most threads for this call; 0 = mh_threads(), 1 = serial, on the calling thread alone */
   int32_t reserved0; /* 0 */
   mh_parallel_for_fn
-      parallel_for; /* NULL = oneTBB's threads; those of the caller's arena, if that is smaller than oneTBB's default one */
+      parallel_for; /* NULL = openmp's threads, else oneTBB's; those of the caller's arena, if that is smaller than oneTBB's default one */
   void* parallel_ctx;
   void* workspace;       /* NULL = manyhead's own memory; else 64-byte aligned, for one call at a time */
   size_t workspace_size; /* bytes, at least mh_plan_workspace_size(plan, threads) */
-  /* Else, parallel_for being NULL: the threads of this runtime, at most its max_threads(). But oneTBB's in a process forked
-   * since manyhead was loaded, where the runtime would wait for threads that are gone, and with the environment variable
-   * MH_OPENMP=0. It must stay as it is until the call returns. */
+  /* NULL = none. Else the call runs on the team of this runtime instead of oneTBB's threads, on at most max_threads() of them
+   * and at most `threads`; parallel_for must be NULL. On oneTBB's all the same: where the environment variable MH_OPENMP is 0
+   * (a value other than 0 and 1 is reported as a bad MH_ISA is); in a forked process, where the runtime would wait for threads
+   * that are gone; and for a while after the calling thread had to wait for a team whose CPUs others use. *openmp must not
+   * change until the call returns. */
   const mh_openmp* openmp;
 } mh_exec;
 

@@ -102,7 +102,8 @@ def attention(
         return_weights: True: the probabilities (batch, heads, q_len, kv_len); "mean": averaged over the heads.
         return_column_sums: probabilities summed over the queries, (batch, heads, kv_len): what each key received.
         return_scores: "raw", scale * q k^T; "capped", after the softcap; "biased", after everything, masked = -inf.
-        threads: most threads for this call; default manyhead.threads(). Results have the same bits for any number.
+        threads: most threads for this call; default manyhead.threads(). PyTorch's tensors are computed on PyTorch's
+            threads, at most torch.get_num_threads() of them. Results have the same bits for any number.
         workspace: writable memory, 64-byte aligned, see Plan.workspace_size; with it the library allocates nothing.
 
     The extra results, alibi_slopes and sinks are float32, or float64 beside float64 tensors.

@@ -1,8 +1,7 @@
 """How a call is run: on how many threads and whose, in which workspace.
 
 PyTorch's tensors are computed on PyTorch's threads. These spin for milliseconds after each of its calls, and threads of
-our own would get half of the CPUs that they are on. With OMP_WAIT_POLICY=PASSIVE they sleep, and take longer to wake up
-than our own.
+our own would get half of the CPUs that they are on. Where they sleep at once they take longer to wake up than ours.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from contextlib import suppress
 from ctypes import byref, c_void_p, cast
 from typing import Any
 
@@ -42,7 +42,7 @@ def make_exec(like: Any, threads: int | None, workspace: Any = None) -> Any:
 
 
 def thread_limit(threads: int | None) -> int:
-    """exec.threads; None and 0 mean manyhead.threads()."""
+    """exec.threads; None and 0 mean the default."""
     count = 0 if threads is None else integer(threads, "threads")
     if not 0 <= count < 2**31:
         raise ValueError(f"threads is {count}, must be at least 0 and fit 32 bits")
@@ -54,8 +54,7 @@ def _meet(kind: type) -> _Runtime:
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(tensor := getattr(torch, "Tensor", None), type) or not issubclass(kind, tensor):
         return _NONE
-    sleeps = os.environ.get("OMP_WAIT_POLICY", "").strip().lower() == "passive"
-    openmp = _find_openmp() if torch.backends.openmp.is_available() and not sleeps else None
+    openmp = None if _threads_sleep() else _find_openmp(torch)
     if openmp is None:
         runtime = _NONE
     else:
@@ -66,16 +65,25 @@ def _meet(kind: type) -> _Runtime:
     return _runtimes.setdefault(kind, runtime)
 
 
-def _find_openmp() -> _abi.OpenMP | None:
-    """The OpenMP runtime that PyTorch loads for the whole process, if it is one with libgomp's functions."""
+def _threads_sleep() -> bool:
+    """Whether the environment has OpenMP's idle threads sleep at once."""
+    policy = os.environ.get("OMP_WAIT_POLICY", "").strip().lower()
+    return policy == "passive" or any(os.environ.get(name) == "0" for name in ("GOMP_SPINCOUNT", "KMP_BLOCKTIME"))
+
+
+def _find_openmp(torch: Any) -> _abi.OpenMP | None:
+    """The OpenMP runtime that PyTorch computes on, if it is one with libgomp's functions."""
     try:
-        process = ctypes.CDLL(None)
-        functions = (
-            process.GOMP_parallel,
-            process.omp_get_max_threads,
-            process.omp_get_thread_num,
-            process.omp_get_num_threads,
-        )
+        if not torch.backends.openmp.is_available():
+            return None
+        process = ctypes.CDLL(None)  # PyTorch loads it for the whole process
+        parallel = process.GOMP_parallel
+        most = process.omp_get_max_threads
+        numbers = process.omp_get_thread_num, process.omp_get_num_threads
     except (AttributeError, OSError, TypeError):  # the last: there is no such thing as the process
         return None
-    return _abi.OpenMP(ctypes.sizeof(_abi.OpenMP), *(cast(function, c_void_p) for function in functions))
+    with suppress(AttributeError, OSError, TypeError):
+        # Its first call in a thread passes torch.set_num_threads on to that thread's team.
+        most = ctypes.CDLL(torch._C.__file__)._ZN2at15get_num_threadsEv
+    functions = (cast(function, c_void_p) for function in (parallel, most, *numbers))
+    return _abi.OpenMP(ctypes.sizeof(_abi.OpenMP), *functions)

@@ -226,6 +226,7 @@ class MultiHeadAttention:
         average_weights: bool = False,
         out: Any = None,
         threads: int | None = None,
+        _like: Any = None,
     ) -> Any:
         """Runs the layer.
 
@@ -288,7 +289,7 @@ class MultiHeadAttention:
             field = "mean_weights" if average else "weights"
             setattr(call, field, address(weights))
             getattr(call, field + "_strides")[:] = element_strides(weights)
-        check(lib.mh_mha_run(self._handle, byref(call), make_exec(x_q, threads)))
+        check(lib.mh_mha_run(self._handle, byref(call), make_exec(x_q if _like is None else _like, threads)))
         out = wrap(result, x_q) if out is None else out
         return out if weights is None else _RESULT(out, wrap(weights, x_q))
 
@@ -360,6 +361,7 @@ class MultiHeadAttention:
             align=align,
             need_weights=need_weights,
             average_weights=average_attn_weights,
+            _like=query,  # on its threads
             **options,
         )
         out, weights = result if need_weights else (result, None)

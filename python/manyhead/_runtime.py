@@ -42,7 +42,12 @@ def set_isa(name: str | None) -> None:
 
 
 def threads() -> int:
-    """Most threads a call uses: set_threads or MH_THREADS, else the CPUs this process may run on."""
+    """Most threads a call uses: set_threads or MH_THREADS, else the CPUs this process may run on.
+
+    With PyTorch's tensors a call runs on PyTorch's threads, and on no more than torch.get_num_threads(); on those of
+    manyhead with the environment variable MH_OPENMP=0, where PyTorch's sleep when idle (OMP_WAIT_POLICY=PASSIVE), in
+    forked processes, and while other processes keep PyTorch's waiting.
+    """
     return lib.mh_threads()
 
 
