@@ -827,7 +827,7 @@ static void test_exec(void) {
   static unsigned char memory[(1 << 22) + 192];
   unsigned char* aligned = memory + (64 - (uintptr_t)memory % 64) % 64;
   mh_exec exec = default_exec();
-  mh_plan* plan = NULL;
+  mh_plan *plan = NULL, *step = NULL;
   size_t size, i;
 
   BAD_EXEC(bad.struct_size = 0, "exec.struct_size is 0");
@@ -884,19 +884,21 @@ static void test_exec(void) {
     CHECK(i == 3 && !openmp_is_off ? runtime.calls >= 1 : runtime.calls == 0);
   }
 
-  /* A caller that had to wait for the team's last thread leaves it alone as long as it waited. */
+  /* A caller that had to wait for the team's last thread leaves it alone as long as it waited. Calls of one row, which take
+   * far less, with sanitizers and emulators, too. */
+  p.q_len = 1;
+  CHECK(mh_plan_create(&p, &step) == MH_OK);
   set_up_runtime(2, 2);
-  runtime.late_ms = 500;
+  runtime.late_ms = 700;
   for (i = 0; i < 3; ++i) {
-    memset(big_out, 0xa5, sizeof big_out);
-    CHECK(mh_plan_run(plan, &t, &exec) == MH_OK);
-    CHECK(memcmp(big_serial, big_out, sizeof big_out) == 0);
+    CHECK(mh_plan_run(step, &t, &exec) == MH_OK);
     CHECK(runtime.calls == (openmp_is_off ? 0 : 1));
   }
   sleep_ms(runtime.late_ms);
   runtime.late_ms = 0;
-  CHECK(mh_plan_run(plan, &t, &exec) == MH_OK);
+  CHECK(mh_plan_run(step, &t, &exec) == MH_OK);
   CHECK(runtime.calls == (openmp_is_off ? 0 : 2));
+  mh_plan_destroy(step);
 
   /* manyhead's own threads, and a workspace of exactly the size asked for. */
   exec = default_exec();
