@@ -29,7 +29,7 @@ bool has_threads() {
 // A team ends when all of its threads have, even those that came too late to find work: one whose CPU another process has
 // keeps the caller waiting for a turn of the scheduler, some milliseconds. Who has waited so goes to oneTBB's threads, which are
 // not waited for, as long as it waited, and twice as long each time that this comes of going back. With a busy process beside
-// two threads, calls of 60 us took 120 to 350 on average, of 750 us 960 to 3600; on oneTBB's 89 to 104 and 750 to 1400.
+// two threads, calls of 60 us took 170 to 280 on average, on oneTBB's 77 to 97, and 76 to 160 so.
 class absence {
  public:
   using clock = std::chrono::steady_clock;

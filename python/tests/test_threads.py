@@ -116,6 +116,10 @@ layer = manyhead.MultiHeadAttention(*(np.eye(64, dtype=np.float32) for _ in rang
 expected_of_layer = layer(tokens, threads=1)
 plan = manyhead.plan(array, array, array)
 
+def forward(some, options):  # has no option for threads
+    if not options:
+        yield lambda: layer.forward_torch(some, some, some, need_weights=False, batch_first=True)[0], expected_of_layer
+
 def check(kind, wanted, **options):
     x, some = kind(array), kind(tokens)
     for call, result in (
@@ -123,6 +127,7 @@ def check(kind, wanted, **options):
         (lambda: plan.run(x, x, x, **options), expected),
         (lambda: plan.bind(x, x, x, **options)(), expected),
         (lambda: layer(some, **options), expected_of_layer),
+        *forward(some, options),
     ):
         for _ in range(60):  # a team that was late is left alone for up to a second
             with manyhead.profile() as profile:

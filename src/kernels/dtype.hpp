@@ -212,7 +212,7 @@ template <class D>
 using plain = typename plain_of<typename D::real>::type;
 
 // n elements, `stride` apart, widened into contiguous memory. If n is not whole vectors the last one begins within the one
-// before: at 40 dims in f16 half of a prompt's time went to the last eight, one by one.
+// before: of 24 rows of f16 against 2048 keys of 40 dims a third of the time went to the last eight, one by one.
 template <class D>
 MH_INLINE void widen_row(const typename D::storage* p, int64_t stride, int64_t n, typename D::real* to) {
   constexpr int64_t w = lanes<typename D::real>;
