@@ -1,7 +1,7 @@
 // Times the kernels through the C interface: one row for every workload of workloads.txt, instruction set and dtype,
 // on one thread and on all. A row is called attention/<dtype>/<route>@<isa>/<workload>/threads:<n>; the part before the
 // workload is what the plan says it runs, so a row cannot bear the name of a kernel that it did not time. Before it is
-// timed, a row's result is compared with plain attention in double. Rows layer/f32/<isa>/<layer> are the multi-head
+// timed, a row's result is compared with plain attention in double. Rows layer/<dtype>/<isa>/<layer> are the multi-head
 // layers of layers.txt. Rows bare/f32/openblas/<workload> are OpenBLAS on one thread on the matrix products alone: two
 // of attention, without softmax, or four of a layer.
 #include <benchmark/benchmark.h>
@@ -59,7 +59,9 @@ struct layer_size {
         causal ? 0.5 * static_cast<double>(tokens * (tokens + 1)) : static_cast<double>(tokens * tokens);
     return static_cast<double>(batch * width) * (8.0 * static_cast<double>(tokens * width) + 4.0 * pairs);
   }
-  double weight_bytes() const { return 4.0 * static_cast<double>(width * width * 4); }
+  double weight_bytes(int32_t dtype) const {
+    return 4.0 * static_cast<double>(width * width) * static_cast<double>(mh_dtype_size(dtype));
+  }
 };
 
 std::istream& operator>>(std::istream& in, workload& w) {
@@ -333,50 +335,72 @@ void run_bare_products(benchmark::State& state, const workload& w) {
 
 // x, the weights as torch.nn.MultiheadAttention has them, out, and what some rows of out should be.
 struct layer_arrays {
-  explicit layer_arrays(const layer_size& l)
+  layer_arrays(const layer_size& l, int32_t of_dtype)
       : size(l),
-        x(l.x_size()),
-        w_in(3 * l.width * l.width),
-        b_in(3 * l.width),
-        w_out(l.width * l.width),
-        b_out(l.width),
-        out(l.x_size()) {
+        dtype(of_dtype),
+        x(dtype, l.x_size()),
+        w_in(dtype, 3 * l.width * l.width),
+        b_in(dtype, 3 * l.width),
+        w_out(dtype, l.width * l.width),
+        b_out(dtype, l.width),
+        out(dtype, l.x_size()) {
     generator next;
     const float scale = 1 / std::sqrt(static_cast<float>(l.width));
-    for (float& v : x.values()) v = next();
-    for (floats* array : {&w_in, &b_in, &w_out, &b_out}) {
-      for (float& v : array->values()) v = next() * scale;
-    }
-    for (const int64_t row : {int64_t{0}, l.tokens / 2, l.tokens - 1}) expected.push_back(reference(row));
+    x.fill([&] { return next(); });
+    for (numbers* array : {&w_in, &b_in, &w_out, &b_out}) array->fill([&] { return next() * scale; });
+    const exact all{w_in.values(), b_in.values(), w_out.values(), b_out.values()};
+    for (const int64_t row : {int64_t{0}, l.tokens / 2, l.tokens - 1}) expected.push_back(reference(row, all));
   }
 
-  struct floats {
-    explicit floats(int64_t n)
-        : memory(static_cast<std::size_t>(n) * sizeof(float)), count(static_cast<std::size_t>(n)) {}
-    float* data() const { return reinterpret_cast<float*>(const_cast<std::byte*>(memory.data())); }
-    std::span<float> values() const { return {data(), count}; }
+  struct numbers {
+    numbers(int32_t of_dtype, int64_t n)
+        : dtype(of_dtype), count(n), memory(static_cast<std::size_t>(n) * mh_dtype_size(of_dtype)) {}
+    template <class Next>
+    void fill(const Next& next) {
+      for (int64_t i = 0; i < count; ++i) store(dtype, memory.data(), i, next());
+    }
+    double operator[](int64_t i) const { return load(dtype, memory.data(), i); }
+    std::vector<double> values() const {
+      std::vector<double> all(static_cast<std::size_t>(count));
+      for (int64_t i = 0; i < count; ++i) all[static_cast<std::size_t>(i)] = (*this)[i];
+      return all;
+    }
+    const void* data() const { return memory.data(); }
+    float* as_floats() const { return reinterpret_cast<float*>(memory.data()); }
+    int32_t dtype;
+    int64_t count;
     buffer memory;
-    std::size_t count;
   };
 
+  struct exact {
+    std::vector<double> w_in, b_in, w_out, b_out;
+  };
   // Row `i` of the last batch entry in double.
-  std::vector<double> reference(int64_t i) const {
+  std::vector<double> reference(int64_t i, const exact& of) const {
     const int64_t n = size.width, dim = n / size.heads, keys = size.causal ? i + 1 : size.tokens;
-    const float* entry = x.data() + (size.batch - 1) * size.tokens * n;
-    const auto project = [n](const auto* from, const float* w, const float* b) {
+    const auto row_of_x = [&](int64_t row) {
+      std::vector<double> values(static_cast<std::size_t>(n));
+      for (int64_t k = 0; k < n; ++k)
+        values[static_cast<std::size_t>(k)] = x[((size.batch - 1) * size.tokens + row) * n + k];
+      return values;
+    };
+    // With the n rows of w from `first` on.
+    const auto project = [n](const std::vector<double>& from, const std::vector<double>& w,
+                             const std::vector<double>& b, int64_t first) {
       std::vector<double> to(static_cast<std::size_t>(n));
       for (int64_t j = 0; j < n; ++j) {
-        double sum = b[j];
-        for (int64_t k = 0; k < n; ++k) sum += static_cast<double>(from[k]) * static_cast<double>(w[j * n + k]);
+        double sum = b[static_cast<std::size_t>(first + j)];
+        const double* const row = w.data() + (first + j) * n;
+        for (int64_t k = 0; k < n; ++k) sum += from[static_cast<std::size_t>(k)] * row[k];
         to[static_cast<std::size_t>(j)] = sum;
       }
       return to;
     };
-    const std::vector<double> q = project(entry + i * n, w_in.data(), b_in.data());
+    const std::vector<double> q = project(row_of_x(i), of.w_in, of.b_in, 0);
     std::vector<double> heads(static_cast<std::size_t>(n)), total(static_cast<std::size_t>(size.heads));
     for (int64_t key = 0; key < keys; ++key) {
-      const std::vector<double> k = project(entry + key * n, w_in.data() + n * n, b_in.data() + n);
-      const std::vector<double> v = project(entry + key * n, w_in.data() + 2 * n * n, b_in.data() + 2 * n);
+      const std::vector<double> k = project(row_of_x(key), of.w_in, of.b_in, n);
+      const std::vector<double> v = project(row_of_x(key), of.w_in, of.b_in, 2 * n);
       for (int64_t h = 0; h < size.heads; ++h) {
         double score = 0;
         for (int64_t d = 0; d < dim; ++d) {
@@ -390,17 +414,17 @@ struct layer_arrays {
       }
     }
     for (int64_t d = 0; d < n; ++d) heads[static_cast<std::size_t>(d)] /= total[static_cast<std::size_t>(d / dim)];
-    return project(heads.data(), w_out.data(), b_out.data());
+    return project(heads, of.w_out, of.b_out, 0);
   }
 
   bool right() const {
-    const float* entry = out.data() + (size.batch - 1) * size.tokens * size.width;
+    const int64_t entry = (size.batch - 1) * size.tokens * size.width;
     std::size_t sample = 0;
     for (const int64_t row : {int64_t{0}, size.tokens / 2, size.tokens - 1}) {
       for (int64_t d = 0; d < size.width; ++d) {
         const double want = expected[sample][static_cast<std::size_t>(d)];
-        if (!(std::abs(static_cast<double>(entry[row * size.width + d]) - want) <= 2e-5 * (1 + std::abs(want))))
-          return false;
+        const double got = out[entry + row * size.width + d];
+        if (!(std::abs(got - want) <= tolerance(dtype) * (1 + std::abs(want)))) return false;
       }
       ++sample;
     }
@@ -408,23 +432,25 @@ struct layer_arrays {
   }
 
   layer_size size;
-  floats x, w_in, b_in, w_out, b_out, out;
+  int32_t dtype;
+  numbers x, w_in, b_in, w_out, b_out, out;
   std::vector<std::vector<double>> expected;
 };
 
-layer_arrays& arrays_of(const layer_size& l) {
+layer_arrays& arrays_of(const layer_size& l, int32_t dtype) {
   static std::unique_ptr<layer_arrays> kept;
-  if (!kept || kept->size.name != l.name) {
+  if (!kept || kept->size.name != l.name || kept->dtype != dtype) {
     kept.reset();
-    kept = std::make_unique<layer_arrays>(l);
+    kept = std::make_unique<layer_arrays>(l, dtype);
   }
   return *kept;
 }
 
-void run_layer(benchmark::State& state, const layer_size& l, const char* isa, int threads) {
-  layer_arrays& a = arrays_of(l);
+void run_layer(benchmark::State& state, const layer_size& l, int32_t dtype, const char* isa, int threads) {
+  layer_arrays& a = arrays_of(l, dtype);
   mh_mha_weights weights{};
   weights.struct_size = sizeof weights;
+  weights.dtype = dtype;
   weights.embed_dim = l.width;
   weights.heads = l.heads;
   weights.in_proj = a.w_in.data();
@@ -440,14 +466,14 @@ void run_layer(benchmark::State& state, const layer_size& l, const char* isa, in
   call.q_len = call.kv_len = l.tokens;
   call.causal = l.causal ? 1 : 0;
   call.x_q = a.x.data();
-  call.out = a.out.data();
+  call.out = a.out.memory.data();
   mh_exec exec{};
   exec.struct_size = sizeof exec;
   exec.threads = threads;
-  std::ranges::fill(a.out.values(), std::nanf(""));
+  std::memset(a.out.memory.data(), 0xff, a.out.memory.size());  // NaN
   if (mh_mha_run(layer, &call, &exec) != MH_OK) return state.SkipWithError(mh_last_error());
   if (!a.right()) return state.SkipWithError("wrong result");
-  measure(state, l.weight_bytes(), isa, MH_DTYPE_F32, threads, l.flops(),
+  measure(state, l.weight_bytes(dtype), isa, dtype, threads, l.flops(),
           [&] { benchmark::DoNotOptimize(mh_mha_run(layer, &call, &exec)); });
 }
 
@@ -455,8 +481,8 @@ void run_layer(benchmark::State& state, const layer_size& l, const char* isa, in
 // A gemv for each of few rows: OpenBLAS packs the weights in every gemm.
 void run_bare_layer(benchmark::State& state, const layer_size& l) {
   openblas_set_num_threads(1);
-  layer_arrays& a = arrays_of(l);
-  layer_arrays::floats projected(3 * l.x_size());
+  layer_arrays& a = arrays_of(l, MH_DTYPE_F32);
+  layer_arrays::numbers projected(MH_DTYPE_F32, 3 * l.x_size());
   const int rows = static_cast<int>(l.batch * l.tokens), n = static_cast<int>(l.width);
   const auto multiply = [rows, n](int out, const float* x, const float* w, float* y) {
     if (rows > 4) {
@@ -468,9 +494,9 @@ void run_bare_layer(benchmark::State& state, const layer_size& l) {
     }
   };
   const double flops = 8.0 * static_cast<double>(l.x_size() * l.width);
-  measure(state, l.weight_bytes(), nullptr, MH_DTYPE_F32, 1, flops, [&] {
-    multiply(3 * n, a.x.data(), a.w_in.data(), projected.data());
-    multiply(n, a.x.data(), a.w_out.data(), a.out.data());
+  measure(state, l.weight_bytes(MH_DTYPE_F32), nullptr, MH_DTYPE_F32, 1, flops, [&] {
+    multiply(3 * n, a.x.as_floats(), a.w_in.as_floats(), projected.as_floats());
+    multiply(n, a.x.as_floats(), a.w_out.as_floats(), a.out.as_floats());
   });
 }
 #endif
@@ -552,9 +578,12 @@ int main(int argc, char** argv) {
     for (int32_t isa = 0; isa < mh_isa_count(); ++isa) {
       if (!mh_isa_supported(isa)) continue;
       const char* name = mh_isa_name(isa);
-      for (int threads : thread_counts) {
-        add(std::string("layer/f32/") + name + "/" + l.name + "/threads:" + std::to_string(threads),
-            [l, name, threads](benchmark::State& s) { run_layer(s, l, name, threads); });
+      for (int32_t dtype = 0; dtype < mh_dtype_count(); ++dtype) {
+        for (int threads : thread_counts) {
+          const std::string type = mh_dtype_name(dtype);
+          add("layer/" + type + "/" + name + "/" + l.name + "/threads:" + std::to_string(threads),
+              [l, dtype, name, threads](benchmark::State& s) { run_layer(s, l, dtype, name, threads); });
+        }
       }
     }
 #if MH_WITH_BLAS

@@ -149,19 +149,23 @@ def bf16_bits(x: np.ndarray) -> np.ndarray:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
+def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
+    """float32 with the values of the row's dtype."""
+    if dtype == "bf16":
+        return (bf16_bits(x).astype(np.uint32) << 16).view(np.float32)
+    return x.astype(np.float16).astype(np.float32) if dtype == "f16" else x
+
+
 def make_inputs(w: Row, dtype: str) -> tuple[np.ndarray, ...]:
     """The same q, k, v, or x and the weights of a layer, in every process."""
     rng = np.random.default_rng(zlib.crc32(w.name.encode()))
     if isinstance(w, Layer):
         shapes = (w.batch, w.tokens, w.width), (3 * w.width, w.width), (3 * w.width,), (w.width, w.width), (w.width,)
         x, *weights = (rng.standard_normal(shape, dtype=np.float32) for shape in shapes)
-        return x, *(a / np.float32(math.sqrt(w.width)) for a in weights)
+        return rounded(x, dtype), *(rounded(a / np.float32(math.sqrt(w.width)), dtype) for a in weights)
 
     def normal(heads: int, length: int) -> np.ndarray:
-        x = rng.standard_normal((w.batch, heads, length, w.head_dim), dtype=np.float32)
-        if dtype == "bf16":
-            return (bf16_bits(x).astype(np.uint32) << 16).view(np.float32)
-        return x.astype(np.float16).astype(np.float32) if dtype == "f16" else x
+        return rounded(rng.standard_normal((w.batch, heads, length, w.head_dim), dtype=np.float32), dtype)
 
     return normal(w.heads, w.q_len), normal(w.kv_heads, w.kv_len), normal(w.kv_heads, w.kv_len)
 
@@ -256,9 +260,8 @@ class Manyhead(Contestant):
         return lambda: attention(q, k, v, causal=w.causal, out=out)
 
     def prepare_layer(self, w: Layer, dtype: str, x: np.ndarray, weights: dict[str, np.ndarray]) -> Run:
-        if dtype != "f32":
-            raise Unsupported("layers in f32 and f64 only")
-        layer = self.lib.MultiHeadAttention.from_state_dict(weights, num_heads=w.heads)
+        x = stored(x, dtype)
+        layer = self.lib.MultiHeadAttention.from_state_dict(weights, num_heads=w.heads, dtype=x.dtype)
         out = np.empty_like(x)
         return lambda: layer(x, causal=w.causal, out=out)
 
@@ -305,13 +308,13 @@ class Torch(Contestant):
 
     def prepare_layer(self, w: Layer, dtype: str, x: np.ndarray, weights: dict[str, np.ndarray]) -> Run:
         torch = self.torch
-        if dtype != "f32":
-            raise Unsupported("layers are compared in f32")
+        kind = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}[dtype]
         layer = torch.nn.MultiheadAttention(w.width, w.heads, batch_first=True).eval()
         layer.load_state_dict({name: torch.from_numpy(a) for name, a in weights.items()})
-        tx, mask = torch.from_numpy(x), None
+        layer = layer.to(kind)
+        tx, mask = torch.from_numpy(x).to(kind), None
         if w.causal:
-            mask = torch.nn.Transformer.generate_square_subsequent_mask(w.tokens)
+            mask = torch.nn.Transformer.generate_square_subsequent_mask(w.tokens, dtype=kind)
 
         @torch.inference_mode()
         def run() -> Any:

@@ -60,9 +60,7 @@ int64_t extra_keys(const mh_mha_weights& w) { return (w.bias_k != nullptr) + w.a
 // Fills in the defaults; every field but pointers and strides has been checked then.
 mh_mha_weights resolve(const mh_mha_weights& user) {
   mh_mha_weights w = user;
-  if (w.dtype != MH_DTYPE_F32 && w.dtype != MH_DTYPE_F64) {
-    invalid("dtype is ", w.dtype, ", must be MH_DTYPE_F32 or MH_DTYPE_F64");
-  }
+  check_enum("dtype", w.dtype, MH_DTYPE_F16);
   check_enum("layout", w.layout, MH_WEIGHTS_PER_HEAD);
   check_bits("flags", w.flags, MH_FLAG_SCALE | MH_FLAG_STRIDES);
   check_enum("add_zero_attn", w.add_zero_attn, 1);
@@ -95,7 +93,7 @@ mh_mha_weights resolve(const mh_mha_weights& user) {
   w.v_dim = checked.v_dim;
   w.scale = checked.scale;
 
-  check_shape({"the concatenation of the heads", nullptr, 2, real_size(w.dtype), {w.heads, w.v_dim}, {}});
+  check_shape({"the concatenation of the heads", nullptr, 2, dtype_size(w.dtype), {w.heads, w.v_dim}, {}});
   const int64_t concatenated = w.heads * w.v_dim;
   if (w.w_o == nullptr) {
     forbid("b_o", w.b_o, "w_o is NULL");
@@ -126,7 +124,7 @@ mh_mha_weights resolve(const mh_mha_weights& user) {
     const bool k = w.bias_k != nullptr;
     invalid(k ? "bias_k" : "bias_v", " is not NULL, but ", k ? "bias_v" : "bias_k", " is: they go together");
   }
-  const int64_t element = real_size(w.dtype);
+  const int64_t element = dtype_size(w.dtype);
   check_shape({"w_q", nullptr, 3, element, {w.heads, w.head_dim, w.embed_dim}, {}});
   check_shape({"w_k", nullptr, 3, element, {w.kv_heads, w.head_dim, w.k_embed_dim}, {}});
   check_shape({"w_v", nullptr, 3, element, {w.kv_heads, w.v_dim, w.v_embed_dim}, {}});
@@ -139,7 +137,7 @@ array in_matrix(const mh_mha_weights& w, const char* name, const void* data, int
                 const int64_t* strides) {
   const int64_t by_layout[3][3] = {{dim * in, in, 1}, {dim, 1, heads * dim}, {dim * in, 1, dim}};
   const bool taken = (w.flags & MH_FLAG_STRIDES) != 0 || !all_zero(strides, 3);
-  return make_array(name, data, real_size(w.dtype), {heads, dim, in}, taken ? strides : by_layout[w.layout], true);
+  return make_array(name, data, dtype_size(w.dtype), {heads, dim, in}, taken ? strides : by_layout[w.layout], true);
 }
 
 array out_matrix(const mh_mha_weights& w) {
@@ -147,29 +145,30 @@ array out_matrix(const mh_mha_weights& w) {
   const bool taken = (w.flags & MH_FLAG_STRIDES) != 0 || !all_zero(w.w_o_strides, 2);
   const int64_t out_in[3] = {0, in, 1}, in_out[3] = {0, 1, w.out_dim};
   const int64_t given[3] = {0, w.w_o_strides[0], w.w_o_strides[1]};
-  return make_array("w_o", w.w_o, real_size(w.dtype), {1, w.out_dim, in},
+  return make_array("w_o", w.w_o, dtype_size(w.dtype), {1, w.out_dim, in},
                     taken                           ? given
                     : w.layout == MH_WEIGHTS_OUT_IN ? out_in
                                                     : in_out,
                     true);
 }
 
-template <class Real>
-buffer<Real> copy_vector(const char* name, const void* data, int64_t size) {
+template <class Element>
+buffer<Element> copy_vector(const char* name, const void* data, int64_t size) {
   const int64_t dense[1] = {1};
-  const array a = make_array(name, data, sizeof(Real), {size}, dense, true);
-  buffer<Real> copy(size);
-  std::copy_n(static_cast<const Real*>(a.data), size, copy.get());
+  const array a = make_array(name, data, sizeof(Element), {size}, dense, true);
+  buffer<Element> copy(size);
+  std::copy_n(static_cast<const Element*>(a.data), size, copy.get());
   return copy;
 }
 
 // matrix is [heads, dim, in].
-template <class Real>
-linear<Real> pack_linear(const kernel_table& table, const array& matrix, const char* bias_name, const void* bias) {
+template <class Element>
+linear<Element> pack_linear(const kernel_table& table, int32_t dtype, const array& matrix, const char* bias_name,
+                            const void* bias) {
   const int64_t dim = matrix.dims[1];
-  linear<Real> to(table, matrix.dims[0] * dim, matrix.dims[2]);
-  if (bias != nullptr) to.set_bias(copy_vector<Real>(bias_name, bias, to.out()).get());
-  const Real* from = static_cast<const Real*>(matrix.data);
+  linear<Element> to(table, dtype, matrix.dims[0] * dim, matrix.dims[2]);
+  if (bias != nullptr) to.set_bias(copy_vector<Element>(bias_name, bias, to.out()).get());
+  const Element* from = static_cast<const Element*>(matrix.data);
   for (int64_t row = 0; row < to.out(); ++row) {
     to.set_row(row, from + row / dim * matrix.strides[0] + row % dim * matrix.strides[1], matrix.strides[2]);
   }
@@ -180,44 +179,45 @@ linear<Real> pack_linear(const kernel_table& table, const array& matrix, const c
 // ---- Calls --------------------------------------------------------------------------------------------------------
 
 // A matrix for each batch entry, [batch, rows, columns] with the elements of a row next to each other.
-template <class Real>
+template <class Element>
 struct rows_view {
-  Real* data = nullptr;
+  Element* data = nullptr;
   int64_t strides[2] = {};
 };
 
-template <class Real>
-rows_view<const Real> read_only(const rows_view<Real>& v) {
+template <class Element>
+rows_view<const Element> read_only(const rows_view<Element>& v) {
   return {v.data, {v.strides[0], v.strides[1]}};
 }
 
-template <class Real>
-product<Real> make_product(const linear<Real>& w, int64_t batch, int64_t rows, const rows_view<const Real>& x,
-                           const rows_view<Real>& y) {
+template <class Element>
+product<Element> make_product(const linear<Element>& w, int64_t batch, int64_t rows, const rows_view<const Element>& x,
+                              const rows_view<Element>& y) {
   return {&w, batch, rows, x.data, {x.strides[0], x.strides[1]}, y.data, {y.strides[0], y.strides[1]}};
 }
 
 // Lays out the matrices of one call in one piece of scratch memory.
-template <class Real>
+template <class Element>
 class scratch_layout {
  public:
   // Room for [batch, rows, columns]; sets view's strides, and place() its data.
-  void add(rows_view<Real>& view, const char* name, int64_t batch, int64_t rows, int64_t columns) {
-    const int64_t stride = row_stride<Real>(columns);
-    check_shape({name, nullptr, 3, sizeof(Real), {batch, rows, stride}, {}});
+  void add(rows_view<Element>& view, const char* name, int64_t batch, int64_t rows, int64_t columns) {
+    const int64_t stride = row_stride<Element>(columns);
+    check_shape({name, nullptr, 3, sizeof(Element), {batch, rows, stride}, {}});
     view.strides[0] = rows * stride;
     view.strides[1] = stride;
     items_[count_++] = {&view, bytes_};
-    if (__builtin_add_overflow(bytes_, batch * rows * stride * int64_t{sizeof(Real)}, &bytes_)) throw std::bad_alloc();
+    if (__builtin_add_overflow(bytes_, batch * rows * stride * int64_t{sizeof(Element)}, &bytes_))
+      throw std::bad_alloc();
   }
   int64_t bytes() const noexcept { return bytes_; }
   void place(char* memory) const noexcept {
-    for (int i = 0; i < count_; ++i) items_[i].view->data = reinterpret_cast<Real*>(memory + items_[i].offset);
+    for (int i = 0; i < count_; ++i) items_[i].view->data = reinterpret_cast<Element*>(memory + items_[i].offset);
   }
 
  private:
   struct item {
-    rows_view<Real>* view;
+    rows_view<Element>* view;
     int64_t offset;  // whole cache lines, as all strides are
   };
   item items_[8];
@@ -236,12 +236,12 @@ bool same_view(const array& a, const array& b) {
 }
 
 // [batch, rows, columns] from one place to another, for arrays that products do not take as they are.
-template <class Real>
-void copy_rows(const Real* from, const int64_t* from_strides, Real* to, const int64_t* to_strides, const int64_t* dims,
-               const mh_exec& exec, const watched_call& watched) {
+template <class Element>
+void copy_rows(const Element* from, const int64_t* from_strides, Element* to, const int64_t* to_strides,
+               const int64_t* dims, const mh_exec& exec, const watched_call& watched) {
   struct copy_work {
-    const Real* from;
-    Real* to;
+    const Element* from;
+    Element* to;
     const int64_t *from_strides, *to_strides, *dims;
     int64_t blocks;
   };
@@ -253,8 +253,8 @@ void copy_rows(const Real* from, const int64_t* from_strides, Real* to, const in
         const copy_work& w = *static_cast<const copy_work*>(arg);
         const int64_t b = task / w.blocks, begin = task % w.blocks * block;
         for (int64_t r = begin; r < std::min(begin + block, w.dims[1]); ++r) {
-          const Real* source = w.from + b * w.from_strides[0] + r * w.from_strides[1];
-          Real* target = w.to + b * w.to_strides[0] + r * w.to_strides[1];
+          const Element* source = w.from + b * w.from_strides[0] + r * w.from_strides[1];
+          Element* target = w.to + b * w.to_strides[0] + r * w.to_strides[1];
           for (int64_t c = 0; c < w.dims[2]; ++c) target[c * w.to_strides[2]] = source[c * w.from_strides[2]];
         }
       },
@@ -286,7 +286,7 @@ call_arrays check_call(const mh_mha_weights& w, const mh_mha_call& c) {
   }
   const bool taken = (c.flags & MH_FLAG_STRIDES) != 0;
   const auto make = [&](const char* name, const void* data, int64_t rows, int64_t columns, const int64_t* strides) {
-    return make_array(name, data, real_size(w.dtype), {c.batch, rows, columns}, strides, taken);
+    return make_array(name, data, dtype_size(w.dtype), {c.batch, rows, columns}, strides, taken);
   };
   call_arrays a;
   a.x_q = make("x_q", c.x_q, c.q_len, w.embed_dim, c.x_q_strides);
@@ -332,15 +332,15 @@ void check_overlaps(const call_arrays& a, const problem& p, const mh_tensors& t)
 }
 
 // Strides of [batch, heads, rows, dim] where heads lie next to each other in a row.
-template <class Real>
-void set_strides(int64_t* strides, const rows_view<Real>& view, int64_t dim) {
+template <class Element>
+void set_strides(int64_t* strides, const rows_view<Element>& view, int64_t dim) {
   strides[0] = view.strides[0];
   strides[1] = dim;
   strides[2] = view.strides[1];
   strides[3] = 1;
 }
 
-template <class Real>
+template <class Element>
 class layer final : public mha {
  public:
   explicit layer(const mh_mha_weights& w) : sizes_(w), table_(current_isa()) {
@@ -349,29 +349,29 @@ class layer final : public mha {
     if (w.in_proj != nullptr) {
       const int64_t q_size = q_out * w.embed_dim, k_size = k_out * w.k_embed_dim, v_size = v_out * w.v_embed_dim;
       const int64_t dense[1] = {1};
-      make_array("in_proj", w.in_proj, sizeof(Real), {q_size + k_size + v_size}, dense, true);
+      make_array("in_proj", w.in_proj, sizeof(Element), {q_size + k_size + v_size}, dense, true);
       w_q = w.in_proj;
-      w_k = static_cast<const Real*>(w_q) + q_size;
-      w_v = static_cast<const Real*>(w_k) + k_size;
+      w_k = static_cast<const Element*>(w_q) + q_size;
+      w_v = static_cast<const Element*>(w_k) + k_size;
     }
     const void *b_q = w.b_q, *b_k = w.b_k, *b_v = w.b_v;
     if (w.in_proj_bias != nullptr) {
       const int64_t dense[1] = {1};
-      make_array("in_proj_bias", w.in_proj_bias, sizeof(Real), {q_out + k_out + v_out}, dense, true);
+      make_array("in_proj_bias", w.in_proj_bias, sizeof(Element), {q_out + k_out + v_out}, dense, true);
       b_q = w.in_proj_bias;
-      b_k = static_cast<const Real*>(b_q) + q_out;
-      b_v = static_cast<const Real*>(b_k) + k_out;
+      b_k = static_cast<const Element*>(b_q) + q_out;
+      b_v = static_cast<const Element*>(b_k) + k_out;
     }
     const array q = in_matrix(w, "w_q", w_q, w.heads, w.head_dim, w.embed_dim, w.w_q_strides);
     const array k = in_matrix(w, "w_k", w_k, w.kv_heads, w.head_dim, w.k_embed_dim, w.w_k_strides);
     const array v = in_matrix(w, "w_v", w_v, w.kv_heads, w.v_dim, w.v_embed_dim, w.w_v_strides);
-    q_ = pack_linear<Real>(table_, q, "b_q", b_q);
-    k_ = pack_linear<Real>(table_, k, "b_k", b_k);
-    v_ = pack_linear<Real>(table_, v, "b_v", b_v);
-    if (w.w_o != nullptr) out_ = pack_linear<Real>(table_, out_matrix(w), "b_o", w.b_o);
+    q_ = pack_linear<Element>(table_, w.dtype, q, "b_q", b_q);
+    k_ = pack_linear<Element>(table_, w.dtype, k, "b_k", b_k);
+    v_ = pack_linear<Element>(table_, w.dtype, v, "b_v", b_v);
+    if (w.w_o != nullptr) out_ = pack_linear<Element>(table_, w.dtype, out_matrix(w), "b_o", w.b_o);
     if (w.bias_k != nullptr) {
-      bias_k_ = copy_vector<Real>("bias_k", w.bias_k, k_out);
-      bias_v_ = copy_vector<Real>("bias_v", w.bias_v, v_out);
+      bias_k_ = copy_vector<Element>("bias_k", w.bias_k, k_out);
+      bias_v_ = copy_vector<Element>("bias_v", w.bias_v, v_out);
     }
     forget(sizes_);
   }
@@ -381,14 +381,14 @@ class layer final : public mha {
     const int64_t keys = c.kv_len + extra_keys_;
     const bool projects = out_.out() > 0;
 
-    rows_view<Real> q, k, v, heads, x_q_copy, x_k_copy, x_v_copy, out_copy;
-    scratch_layout<Real> layout;
+    rows_view<Element> q, k, v, heads, x_q_copy, x_k_copy, x_v_copy, out_copy;
+    scratch_layout<Element> layout;
     layout.add(q, "the projection of x_q", c.batch, c.q_len, q_.out());
     layout.add(k, "the projection of x_k", c.batch, keys, k_.out());
     layout.add(v, "the projection of x_v", c.batch, keys, v_.out());
     if (projects) layout.add(heads, "the heads' results", c.batch, c.q_len, out_.in());
     const bool k_is_q = same_view(a.x_k, a.x_q), v_is_k = same_view(a.x_v, a.x_k), v_is_q = same_view(a.x_v, a.x_q);
-    const auto add_copy = [&layout](rows_view<Real>& copy, const array& x) {
+    const auto add_copy = [&layout](rows_view<Element>& copy, const array& x) {
       if (!direct(x)) layout.add(copy, x.name, x.dims[0], x.dims[1], x.dims[2]);
     };
     add_copy(x_q_copy, a.x_q);
@@ -418,7 +418,7 @@ class layer final : public mha {
 
     const double wide = static_cast<double>(sizes_.heads) * static_cast<double>(sizes_.head_dim + sizes_.v_dim);
     const double projected = 2.0 * static_cast<double>(sizes_.embed_dim) * wide * static_cast<double>(c.batch) *
-                             static_cast<double>(c.q_len + c.kv_len);
+                             static_cast<double>(c.q_len + c.kv_len) / (q_.on_unit(c.q_len) ? q_.unit_speed() : 1);
     const watched_call watched(
         usable_threads(exec), attention.expected_us + expected_us(projected, 0), [&](char* text, size_t size) {
           std::snprintf(text, size, "layer %s b%lld q%lld kv%lld embed_dim %lld heads %lld", dtype_name(sizes_.dtype),
@@ -426,10 +426,10 @@ class layer final : public mha {
                         static_cast<long long>(c.kv_len), static_cast<long long>(sizes_.embed_dim),
                         static_cast<long long>(sizes_.heads));
         });
-    const rows_view<const Real> x_q = readable(a.x_q, x_q_copy, exec, watched);
-    const rows_view<const Real> x_k = k_is_q ? x_q : readable(a.x_k, x_k_copy, exec, watched);
-    const rows_view<const Real> x_v = v_is_q ? x_q : v_is_k ? x_k : readable(a.x_v, x_v_copy, exec, watched);
-    const product<Real> in_products[] = {
+    const rows_view<const Element> x_q = readable(a.x_q, x_q_copy, exec, watched);
+    const rows_view<const Element> x_k = k_is_q ? x_q : readable(a.x_k, x_k_copy, exec, watched);
+    const rows_view<const Element> x_v = v_is_q ? x_q : v_is_k ? x_k : readable(a.x_v, x_v_copy, exec, watched);
+    const product<Element> in_products[] = {
         make_product(q_, c.batch, c.q_len, x_q, q),
         make_product(k_, c.batch, c.kv_len, x_k, k),
         make_product(v_, c.batch, c.kv_len, x_v, v),
@@ -439,14 +439,14 @@ class layer final : public mha {
     manyhead::run(attention, t, exec, &watched);
     if (!projects) return;
     const bool copies = out_copy.data != nullptr;
-    const rows_view<Real> out =
-        copies ? out_copy : rows_view<Real>{static_cast<Real*>(c.out), {a.out.strides[0], a.out.strides[1]}};
-    const product<Real> out_product = make_product(out_, c.batch, c.q_len, read_only(heads), out);
+    const rows_view<Element> out =
+        copies ? out_copy : rows_view<Element>{static_cast<Element*>(c.out), {a.out.strides[0], a.out.strides[1]}};
+    const product<Element> out_product = make_product(out_, c.batch, c.q_len, read_only(heads), out);
     multiply(&out_product, 1, exec, watched);
     if (copies) {
       const int64_t from[3] = {out.strides[0], out.strides[1], 1};
-      copy_rows(static_cast<const Real*>(out.data), from, static_cast<Real*>(c.out), a.out.strides, a.out.dims, exec,
-                watched);
+      copy_rows(static_cast<const Element*>(out.data), from, static_cast<Element*>(c.out), a.out.strides, a.out.dims,
+                exec, watched);
     }
   }
 
@@ -458,8 +458,9 @@ class layer final : public mha {
     w.b_q = w.b_k = w.b_v = w.b_o = w.in_proj_bias = w.bias_k = w.bias_v = nullptr;
   }
 
-  mh_problem attention_of(const mh_mha_call& c, const call_arrays& a, const rows_view<Real>& q,
-                          const rows_view<Real>& k, const rows_view<Real>& v, const rows_view<Real>& heads) const {
+  mh_problem attention_of(const mh_mha_call& c, const call_arrays& a, const rows_view<Element>& q,
+                          const rows_view<Element>& k, const rows_view<Element>& v,
+                          const rows_view<Element>& heads) const {
     mh_problem p = {};
     p.struct_size = sizeof p;
     p.batch = c.batch;
@@ -507,22 +508,22 @@ class layer final : public mha {
   static bool direct(const array& x) { return x.strides[2] == 1; }
 
   // x as products take it: where it lies, or in the copy that there is room for.
-  static rows_view<const Real> readable(const array& x, const rows_view<Real>& copy, const mh_exec& exec,
-                                        const watched_call& watched) {
-    const Real* data = static_cast<const Real*>(x.data);
+  static rows_view<const Element> readable(const array& x, const rows_view<Element>& copy, const mh_exec& exec,
+                                           const watched_call& watched) {
+    const Element* data = static_cast<const Element*>(x.data);
     if (copy.data == nullptr) return {data, {x.strides[0], x.strides[1]}};
     const int64_t to[3] = {copy.strides[0], copy.strides[1], 1};
     copy_rows(data, x.strides, copy.data, to, x.dims, exec, watched);
     return read_only(copy);
   }
 
-  void write_extra_keys(const mh_mha_call& c, const rows_view<Real>& k, const rows_view<Real>& v) const {
+  void write_extra_keys(const mh_mha_call& c, const rows_view<Element>& k, const rows_view<Element>& v) const {
     for (int64_t extra = 0; extra < extra_keys_; ++extra) {
       const bool learned = extra == 0 && bias_k_.get() != nullptr;
       for (int64_t b = 0; b < c.batch; ++b) {
-        const auto write = [&](const rows_view<Real>& to, const Real* from, int64_t size) {
-          Real* row = to.data + b * to.strides[0] + (c.kv_len + extra) * to.strides[1];
-          learned ? std::copy_n(from, size, row) : std::fill_n(row, size, Real(0));
+        const auto write = [&](const rows_view<Element>& to, const Element* from, int64_t size) {
+          Element* row = to.data + b * to.strides[0] + (c.kv_len + extra) * to.strides[1];
+          learned ? std::copy_n(from, size, row) : std::fill_n(row, size, Element(0));
         };
         write(k, bias_k_.get(), k_.out());
         write(v, bias_v_.get(), v_.out());
@@ -533,16 +534,18 @@ class layer final : public mha {
   mh_mha_weights sizes_;       // and scale; no arrays
   const kernel_table& table_;  // of when the layer was made, as for a plan: the weights are packed for it
   int64_t extra_keys_;
-  linear<Real> q_, k_, v_, out_;
-  buffer<Real> bias_k_, bias_v_;
+  linear<Element> q_, k_, v_, out_;
+  buffer<Element> bias_k_, bias_v_;
 };
 
 }  // namespace
 
 mha* make_mha(const mh_mha_weights& weights) {
   const mh_mha_weights w = resolve(weights);
-  if (w.dtype == MH_DTYPE_F64) return new layer<double>(w);
-  return new layer<float>(w);
+  const int64_t element = dtype_size(w.dtype);
+  if (element == sizeof(double)) return new layer<double>(w);
+  if (element == sizeof(float)) return new layer<float>(w);
+  return new layer<uint16_t>(w);
 }
 
 void run_mha(const mha& layer, const mh_mha_call& call, const mh_exec& exec) { layer.run(call, exec); }

@@ -22,16 +22,21 @@ constexpr double us_of_task = 20;
 // Rows of a task: few enough that their x (192 x 768 x 4 bytes) stays in L2 for all panels, enough that reading a panel
 // costs nothing. A multiple of what tiles have (product.hpp): 8 rows with AVX-512 and NEON, 6 with AVX2 and SSE2.
 constexpr int64_t most_rows = 192, row_step = 24;
+// Panels of a task whose x is widened first, which takes a tenth of a panel's time, as long as there are enough tasks; and how
+// much of x that is.
+constexpr int64_t most_wide_panels = 8, wide_tasks_per_thread = 4, most_wide_bytes = 768 << 10;
 // On the matrix unit, which takes outputs by 32, and rows, and packs x for each task: as long as 32 outputs take.
-constexpr int64_t unit_outputs = 32, most_unit_rows = 128, least_unit_outputs = 192, unit_tasks_per_thread = 3;
+constexpr int64_t unit_outputs = 32, least_unit_outputs = 192, unit_tasks_per_thread = 3, most_unit_bytes = 1536 << 10;
+// Few rows there: W is what takes the time.
+constexpr int64_t few_unit_rows = 32;
 
 // A product whose rows are those of one entry where they follow each other at one stride through all batch entries; what it
 // runs on is settled before.
-template <class Real>
-struct flat : product<Real> {
+template <class Element>
+struct flat : product<Element> {
   bool on_unit;
 
-  explicit flat(const product<Real>& p) : product<Real>(p), on_unit(p.w->on_unit(p.rows)) {
+  explicit flat(const product<Element>& p) : product<Element>(p), on_unit(p.w->on_unit(p.rows)) {
     if (p.rows == 1) {
       this->rows = p.batch;
       this->x_strides[1] = p.x_strides[0];
@@ -51,15 +56,15 @@ struct cut {
   int64_t group = 0, groups = 0;   // panels of a task; tasks along the outputs
   double us = 0;                   // of it all
 
-  template <class Real>
-  cut(const flat<Real>& p, int64_t threads, bool for_all = false) {  // for_all: some for each thread
+  template <class Element>
+  cut(const flat<Element>& p, int64_t threads, bool for_all = false) {  // for_all: some for each thread
     const int64_t rows = p.batch * p.rows, panels = p.w->panels();
     if (rows == 0) return;
     const auto cut_rows = [&](int64_t most, int64_t step) {
       block = round_up(blocks(rows, blocks(rows, most)), rows <= most ? 1 : step);
       blocks_ = blocks(rows, block);
     };
-    const double bytes = static_cast<double>(p.w->panel_bytes()), flops = 2 * bytes / sizeof(Real);
+    const double bytes = static_cast<double>(p.w->panel_bytes()), flops = 2 * bytes / sizeof(Element);
     double of_panel;
     if (p.on_unit) {
       const int64_t step = p.w->unit_panels();
@@ -67,16 +72,26 @@ struct cut {
       const auto too_few = [&](int64_t of_rows, int64_t of_panels) {
         return blocks(rows, of_rows) * blocks(panels, of_panels) < threads;
       };
-      cut_rows(too_few(most_unit_rows, step) ? most_unit_rows / 2 : most_unit_rows, unit_outputs);
-      of_panel = expected_us(flops * static_cast<double>(block) / 2, bytes);
+      int64_t most = too_few(most_unit_rows, step) ? most_unit_rows / 2 : most_unit_rows;
+      while (most > unit_outputs && p.w->unit_scratch_bytes(most) > most_unit_bytes) most /= 2;
+      cut_rows(most, unit_outputs);
+      of_panel = expected_us(flops * static_cast<double>(block) / p.w->unit_speed(), bytes);
       int64_t least = round_up(blocks(least_unit_outputs, p.w->width()), step);
       if (too_few(block, least)) least = step;
       const int64_t wanted = blocks(unit_tasks_per_thread * threads, blocks_);
       group = std::min(std::max(round_up(blocks(panels, wanted), step), least), panels);
+      if (for_all) group = std::min(group, std::max(panels / threads / step * step, step));
     } else {
-      cut_rows(most_rows, row_step);
+      cut_rows(linear<Element>::widens
+                   ? std::clamp(most_wide_bytes / p.w->wide_bytes(row_step) * row_step, row_step, most_rows)
+                   : most_rows,
+               row_step);
       of_panel = expected_us(flops * static_cast<double>(block), bytes);
       group = std::min(static_cast<int64_t>(us_of_task / of_panel) + 1, panels);
+      if (linear<Element>::widens && rows > 1) {
+        const int64_t wanted = blocks(wide_tasks_per_thread * threads, blocks_);
+        group = std::max(group, std::min(most_wide_panels, blocks(panels, wanted)));
+      }
       if (for_all) group = std::min(group, std::max<int64_t>(panels / threads, 1));
     }
     groups = blocks(panels, group);
@@ -93,9 +108,9 @@ int64_t spread_out(int64_t i, int64_t n, int64_t threads) {
   return thread * (n / threads) + std::min(thread, n % threads) + i / threads;
 }
 
-// `scratch` is for the matrix unit.
-template <class Real>
-void run_task(const flat<Real>& p, const cut& c, int64_t task, int64_t turns, char* scratch) {
+// `scratch`: see scratch_bytes().
+template <class Element>
+void run_task(const flat<Element>& p, const cut& c, int64_t task, int64_t turns, char* scratch) {
   const int64_t begin = task / c.groups * c.block, end = std::min(begin + c.block, p.batch * p.rows);
   const int64_t first = spread_out(task % c.groups, c.groups, turns) * c.group,
                 last = std::min(first + c.group, p.w->panels());
@@ -108,20 +123,43 @@ void run_task(const flat<Real>& p, const cut& c, int64_t task, int64_t turns, ch
     }
   };
   if (p.on_unit) {
-    return for_entries([&](int64_t rows, const Real* x, Real* y) {
+    return for_entries([&](int64_t rows, const Element* x, Element* y) {
       p.w->run_on_unit(first, last, rows, x, p.x_strides[1], y, p.y_strides[1], scratch);
     });
   }
-  for (int64_t panel = first; panel < last; ++panel) {
-    for_entries([&](int64_t rows, const Real* x, Real* y) {
-      p.w->run(panel, rows, x, p.x_strides[1], y + panel * p.w->width(), p.y_strides[1]);
+  if constexpr (linear<Element>::widens) {
+    auto* to = reinterpret_cast<float*>(scratch);
+    const int64_t stride = p.w->wide_stride();
+    for_entries([&](int64_t rows, const Element* x, Element*) {
+      p.w->widen(rows, x, p.x_strides[1], to);
+      to += rows * stride;
     });
+    for (int64_t panel = first; panel < last; ++panel) {
+      const auto* from = reinterpret_cast<const float*>(scratch);
+      for_entries([&](int64_t rows, const Element*, Element* y) {
+        p.w->run(panel, rows, from, stride, y + panel * p.w->width(), p.y_strides[1]);
+        from += rows * stride;
+      });
+    }
+  } else {
+    for (int64_t panel = first; panel < last; ++panel) {
+      for_entries([&](int64_t rows, const Element* x, Element* y) {
+        p.w->run(panel, rows, x, p.x_strides[1], y + panel * p.w->width(), p.y_strides[1]);
+      });
+    }
   }
 }
 
-template <class Real>
+// What run_task needs: the unit's x, or x widened.
+template <class Element>
+int64_t scratch_bytes(const flat<Element>& p, const cut& c) {
+  if (p.on_unit) return p.w->unit_scratch_bytes(c.block);
+  return linear<Element>::widens ? p.w->wide_bytes(c.block) : 0;
+}
+
+template <class Element>
 struct work {
-  const product<Real>* products;
+  const product<Element>* products;
   int64_t threads;
   bool shares;
   char* scratch;  // of each worker
@@ -129,8 +167,8 @@ struct work {
 
   static void run(void* self, int64_t task, int64_t worker) {
     const work& w = *static_cast<const work*>(self);
-    for (const product<Real>* user = w.products;; ++user) {
-      const flat<Real> p(*user);
+    for (const product<Element>* user = w.products;; ++user) {
+      const flat<Element> p(*user);
       const cut c(p, w.threads, w.shares);
       // In shares neighbours are one thread's as they are.
       if (task < c.tasks()) return run_task(p, c, task, w.shares ? 1 : w.threads, w.scratch + worker * w.scratch_bytes);
@@ -146,70 +184,71 @@ thread_memory& kept_memory() {
 
 }  // namespace
 
-template <class Real>
-linear<Real>::linear(const kernel_table& table, int64_t out, int64_t in) : out_(out), in_(in) {
-  constexpr bool f64 = sizeof(Real) == 8;
+template <class Element>
+linear<Element>::linear(const kernel_table& table, int32_t dtype, int64_t out, int64_t in)
+    : out_(out),
+      in_(in),
+      kernel_(table.dtype[dtype].linear),
+      widen_(table.dtype[dtype].widen),
+      unit_(table.dtype[dtype].linear_unit) {
+  constexpr bool f64 = sizeof(Element) == 8;
   width_ = table.linear_width[f64];
   lanes_ = f64 ? table.lanes / 2 : table.lanes;
-  kernel_ = table.linear[f64];
-  if (!f64) unit_ = table.linear_unit;
   const int64_t columns = round_up(out, lanes_);
   int64_t size;
   if (__builtin_mul_overflow(columns, in, &size)) throw std::bad_alloc();
-  weight_ = buffer<Real>(size);
-  bias_ = buffer<Real>(columns);
-  std::fill_n(bias_.get(), columns, Real(0));
+  weight_ = buffer<Element>(size);
+  bias_ = buffer<Element>(columns);
+  std::fill_n(bias_.get(), columns, Element(0));
   // The columns that pad the last panel.
   const int64_t last = panels() - 1, pad = padded(last), used = out - last * width_;
   for (int64_t k = 0; k < in && used < pad; ++k) {
-    std::fill_n(weight_.get() + last * width_ * in + k * pad + used, pad - used, Real(0));
+    std::fill_n(weight_.get() + last * width_ * in + k * pad + used, pad - used, Element(0));
   }
 }
 
-template <class Real>
-int64_t linear<Real>::padded(int64_t panel) const noexcept {
+template <class Element>
+int64_t linear<Element>::padded(int64_t panel) const noexcept {
   return std::min(width_, round_up(out_ - panel * width_, lanes_));
 }
 
-template <class Real>
-void linear<Real>::set_row(int64_t row, const Real* from, int64_t stride) noexcept {
+template <class Element>
+void linear<Element>::set_row(int64_t row, const Element* from, int64_t stride) noexcept {
   const int64_t panel = row / width_, columns = padded(panel);
-  Real* to = weight_.get() + panel * width_ * in_ + row % width_;
+  Element* to = weight_.get() + panel * width_ * in_ + row % width_;
   for (int64_t k = 0; k < in_; ++k) to[k * columns] = from[k * stride];
 }
 
-template <class Real>
-void linear<Real>::set_bias(const Real* from) noexcept {
+template <class Element>
+void linear<Element>::set_bias(const Element* from) noexcept {
   std::copy_n(from, out_, bias_.get());
 }
 
-template <class Real>
-void linear<Real>::finish() {
-  if constexpr (sizeof(Real) == sizeof(float)) {
-    if (unit_.run == nullptr || std::min(in_, out_) < unit_.least_size) return;
-    buffer<uint32_t> packed(unit_.weight_words(out_, in_));
-    if (unit_.pack_weights(weight_.get(), out_, in_, packed.get())) unit_weight_ = std::move(packed);
-  }
+template <class Element>
+void linear<Element>::finish() {
+  if (unit_.run == nullptr || std::min(in_, out_) < unit_.least_size) return;
+  buffer<uint32_t> packed(unit_.weight_words(out_, in_));
+  if (unit_.pack_weights(weight_.get(), out_, in_, packed.get())) unit_weight_ = std::move(packed);
 }
 
-template <class Real>
-bool linear<Real>::on_unit(int64_t rows_of_entry) const noexcept {
+template <class Element>
+bool linear<Element>::on_unit(int64_t rows_of_entry) const noexcept {
   return unit_weight_.get() != nullptr && rows_of_entry >= unit_.least_rows;
 }
 
-template <class Real>
-int64_t linear<Real>::unit_panels() const noexcept {
+template <class Element>
+int64_t linear<Element>::unit_panels() const noexcept {
   return std::lcm(width_, unit_outputs) / width_;
 }
 
-template <class Real>
-int64_t linear<Real>::unit_scratch_bytes(int64_t rows) const noexcept {
+template <class Element>
+int64_t linear<Element>::unit_scratch_bytes(int64_t rows) const noexcept {
   return unit_.row_bytes(rows, in_) + round_up(rows, 64);
 }
 
-template <class Real>
-void linear<Real>::run_on_unit(int64_t first, int64_t last, int64_t rows, const Real* x, int64_t x_stride, Real* y,
-                               int64_t y_stride, char* scratch) const {
+template <class Element>
+void linear<Element>::run_on_unit(int64_t first, int64_t last, int64_t rows, const Element* x, int64_t x_stride,
+                                  Element* y, int64_t y_stride, char* scratch) const {
   const int64_t column = first * width_;
   linear_unit_args a = {};
   a.x = x;
@@ -224,15 +263,33 @@ void linear<Real>::run_on_unit(int64_t first, int64_t last, int64_t rows, const 
   a.scratch = scratch;
   a.left = reinterpret_cast<uint8_t*>(scratch + unit_.row_bytes(rows, in_));
   unit_.run(&a);
+  // Rows that it left are widened where its x was, which is done with.
+  const int64_t most = widens ? unit_.row_bytes(rows, in_) / wide_bytes(1) : rows;
   for (int64_t row = 0, end; row < rows; row = end) {
-    for (end = row + 1; end < rows && a.left[end] == a.left[row];) ++end;
-    for (int64_t panel = first; a.left[row] != 0 && panel < last; ++panel)
-      run(panel, end - row, x + row * x_stride, x_stride, y + row * y_stride + panel * width_, y_stride);
+    for (end = row + 1; end < rows && end - row < most && a.left[end] == a.left[row];) ++end;
+    if (a.left[row] == 0) continue;
+    const Element* const from = x + row * x_stride;
+    Element* const to = y + row * y_stride;
+    for (int64_t panel = first; panel < last; ++panel) {
+      if constexpr (widens) {
+        auto* const wide = reinterpret_cast<float*>(scratch);
+        if (panel == first) widen(end - row, from, x_stride, wide);
+        run(panel, end - row, wide, wide_stride(), to + panel * width_, y_stride);
+      } else {
+        run(panel, end - row, from, x_stride, to + panel * width_, y_stride);
+      }
+    }
   }
 }
 
-template <class Real>
-void linear<Real>::run(int64_t panel, int64_t rows, const Real* x, int64_t x_stride, Real* y, int64_t y_stride) const {
+template <class Element>
+void linear<Element>::widen(int64_t rows, const Element* x, int64_t x_stride, real* to) const noexcept {
+  widen_(x, x_stride, rows, in_, to, wide_stride());
+}
+
+template <class Element>
+void linear<Element>::run(int64_t panel, int64_t rows, const real* x, int64_t x_stride, Element* y,
+                          int64_t y_stride) const {
   linear_args a = {};
   a.x = x;
   a.x_stride = x_stride;
@@ -246,31 +303,31 @@ void linear<Real>::run(int64_t panel, int64_t rows, const Real* x, int64_t x_str
   kernel_(&a);
 }
 
-template <class Real>
-void multiply(const product<Real>* products, int64_t count, const mh_exec& exec, const watched_call& watched) {
+template <class Element>
+void multiply(const product<Element>* products, int64_t count, const mh_exec& exec, const watched_call& watched) {
   const int64_t threads = usable_threads(exec);
   double us = 0, bytes = 0;
   bool few_rows = true;
   for (int64_t i = 0; i < count; ++i) {
-    const flat<Real> p(products[i]);
+    const flat<Element> p(products[i]);
     const cut c(p, threads);
     us += c.us;
-    bytes += static_cast<double>(p.w->panels() * p.w->panel_bytes());
-    few_rows = few_rows && c.blocks_ <= 1 && !p.on_unit;
+    bytes += static_cast<double>(p.w->bytes(p.on_unit));
+    few_rows = few_rows && c.blocks_ <= 1 && (!p.on_unit || p.batch * p.rows <= few_unit_rows);
   }
   const double worth = std::max(1.0, us / us_of_thread);
 
-  work<Real> all{};
+  work<Element> all{};
   all.products = products;
   const auto tasks_in = [&](bool shares) {
     all.shares = shares;
     all.scratch_bytes = 0;
     int64_t tasks = 0;
     for (int64_t i = 0; i < count; ++i) {
-      const flat<Real> p(products[i]);
+      const flat<Element> p(products[i]);
       const cut c(p, all.threads, shares);
       tasks += c.tasks();
-      if (p.on_unit) all.scratch_bytes = std::max(all.scratch_bytes, p.w->unit_scratch_bytes(c.block));
+      all.scratch_bytes = std::max(all.scratch_bytes, scratch_bytes(p, c));
     }
     return tasks;
   };
@@ -290,12 +347,14 @@ void multiply(const product<Real>* products, int64_t count, const mh_exec& exec,
   const int64_t workers = std::clamp<int64_t>(tasks, 1, all.threads);
   const borrowed_memory scratch(kept_memory(), all.scratch_bytes * workers);
   all.scratch = scratch.get();
-  parallel_for(tasks, workers, exec, watched, phase_project, work<Real>::run, &all, all.shares);
+  parallel_for(tasks, workers, exec, watched, phase_project, work<Element>::run, &all, all.shares);
 }
 
 template class linear<float>;
 template class linear<double>;
+template class linear<uint16_t>;
 template void multiply(const product<float>*, int64_t, const mh_exec&, const watched_call&);
 template void multiply(const product<double>*, int64_t, const mh_exec&, const watched_call&);
+template void multiply(const product<uint16_t>*, int64_t, const mh_exec&, const watched_call&);
 
 }  // namespace manyhead

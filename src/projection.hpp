@@ -2,9 +2,11 @@
 // (src/kernels/linear.hpp). A row of y depends on its row of x alone, to the bit, so rows and outputs may be cut into
 // tasks anywhere, rows of all batch entries may share a task, and the number of threads changes nothing.
 //
-// With one exception: where there is a matrix unit for floats (src/kernels/linear_unit.hpp), batch entries of many rows go
-// there, and weights are packed for it, too. Few rows, which take as long as reading W does, would be slower with the larger
-// numbers of the unit. So bits depend on whether an entry has linear_unit_kernels::least_rows or more.
+// With one exception: where there is a matrix unit (src/kernels/linear_unit.hpp), batch entries of many rows go there, and
+// weights are packed for it, too. Few rows, which take as long as reading W does, would be slower with the larger
+// numbers of the unit, but for bf16. So bits depend on whether an entry has linear_unit_kernels::least_rows or more.
+//
+// Everything is of one dtype, whose elements are floats, doubles or, of 16 bits, uint16_t. Sums of these are kept in floats.
 //
 // Why not OpenBLAS: it packs the weights in every call, sums a row in another order for another number of rows (its
 // Haswell and Zen kernels also for another place of the row), and its flavours differ in how, or whether, several
@@ -15,6 +17,7 @@
 #include <cstdint>
 #include <memory>
 #include <new>
+#include <type_traits>
 
 #include "blocks.hpp"
 #include "kernels/kernel_api.hpp"
@@ -24,58 +27,68 @@
 namespace manyhead {
 
 // Uninitialised memory, on a cache line. Throws std::bad_alloc.
-template <class Real>
+template <class Element>
 class buffer {
  public:
   buffer() = default;
   explicit buffer(int64_t size) : data_(make(size)) {}
-  Real* get() const noexcept { return data_.get(); }
+  Element* get() const noexcept { return data_.get(); }
 
  private:
   struct releaser {
-    void operator()(Real* p) const noexcept { release(p); }
+    void operator()(Element* p) const noexcept { release(p); }
   };
-  static Real* make(int64_t size) {
+  static Element* make(int64_t size) {
     size_t bytes;
-    if (size < 0 || __builtin_mul_overflow(static_cast<size_t>(size), sizeof(Real), &bytes)) throw std::bad_alloc();
-    return static_cast<Real*>(allocate(bytes));
+    if (size < 0 || __builtin_mul_overflow(static_cast<size_t>(size), sizeof(Element), &bytes)) throw std::bad_alloc();
+    return static_cast<Element*>(allocate(bytes));
   }
-  std::unique_ptr<Real, releaser> data_;
+  std::unique_ptr<Element, releaser> data_;
 };
 
 // Elements from row to row of a scratch matrix: whole cache lines, an odd number of them, so that the rows of a head
 // are spread over all sets of the caches. (With 1024 floats a row, all rows would meet in the same sets.)
-template <class Real>
+template <class Element>
 constexpr int64_t row_stride(int64_t columns) noexcept {
-  constexpr int64_t line = 64 / static_cast<int64_t>(sizeof(Real));
+  constexpr int64_t line = 64 / static_cast<int64_t>(sizeof(Element));
   return (blocks(columns, line) | 1) * line;
 }
 
 // W [out, in] and b [out], packed into panels of `width` outputs, [in][width] each, the last one [in][as many vectors
 // as it needs]. No bias is a bias of zeros. Weights are set row by row, and finished, before the first product.
-template <class Real>
+template <class Element>
 class linear {
  public:
   linear() = default;
-  linear(const kernel_table& table, int64_t out, int64_t in);
+  linear(const kernel_table& table, int32_t dtype, int64_t out, int64_t in);
 
   int64_t out() const noexcept { return out_; }
   int64_t in() const noexcept { return in_; }
   int64_t width() const noexcept { return width_; }
   int64_t panels() const noexcept { return blocks(out_, width_); }
-  int64_t panel_bytes() const noexcept { return width_ * in_ * static_cast<int64_t>(sizeof(Real)); }
+  int64_t panel_bytes() const noexcept { return width_ * in_ * static_cast<int64_t>(sizeof(Element)); }
+  int64_t bytes(bool on_unit) const noexcept {  // that a product reads
+    return on_unit ? unit_.weight_words(out_, in_) * static_cast<int64_t>(sizeof(uint32_t)) : panels() * panel_bytes();
+  }
 
-  void set_row(int64_t row, const Real* from, int64_t stride) noexcept;
-  void set_bias(const Real* from) noexcept;
+  void set_row(int64_t row, const Element* from, int64_t stride) noexcept;
+  void set_bias(const Element* from) noexcept;
   void finish();
-  // The outputs of one panel, for `rows` rows; y is where the panel's first output goes.
-  void run(int64_t panel, int64_t rows, const Real* x, int64_t x_stride, Real* y, int64_t y_stride) const;
+  // The outputs of one panel, for `rows` rows; y is where the panel's first output goes. x: where elements are not what is
+  // computed in, widened before.
+  using real = std::conditional_t<sizeof(Element) < sizeof(float), float, Element>;
+  static constexpr bool widens = !std::is_same_v<real, Element>;
+  void run(int64_t panel, int64_t rows, const real* x, int64_t x_stride, Element* y, int64_t y_stride) const;
+  int64_t wide_stride() const noexcept { return row_stride<real>(in_); }
+  int64_t wide_bytes(int64_t rows) const noexcept { return rows * wide_stride() * static_cast<int64_t>(sizeof(real)); }
+  void widen(int64_t rows, const Element* x, int64_t x_stride, real* to) const noexcept;  // rows: wide_stride() apart
 
   // Products on the matrix unit: of panels [first, last), both multiples of unit_panels unless last is the end.
   bool on_unit(int64_t rows_of_entry) const noexcept;
+  int32_t unit_speed() const noexcept { return unit_.speed; }  // beside run()
   int64_t unit_panels() const noexcept;
   int64_t unit_scratch_bytes(int64_t rows) const noexcept;
-  void run_on_unit(int64_t first, int64_t last, int64_t rows, const Real* x, int64_t x_stride, Real* y,
+  void run_on_unit(int64_t first, int64_t last, int64_t rows, const Element* x, int64_t x_stride, Element* y,
                    int64_t y_stride, char* scratch) const;
 
  private:
@@ -83,31 +96,34 @@ class linear {
 
   int64_t out_ = 0, in_ = 0, width_ = 1, lanes_ = 1;
   linear_fn kernel_ = nullptr;
+  widen_fn widen_ = nullptr;
   linear_unit_kernels unit_ = {};
-  buffer<Real> weight_, bias_;
+  buffer<Element> weight_, bias_;
   buffer<uint32_t> unit_weight_;  // none: not for the unit
 };
 
 // y[batch, rows, out] = x[batch, rows, in] W^T + b. The elements of a row lie next to each other; the strides of batch
 // and rows are free. batch and rows may be 0.
-template <class Real>
+template <class Element>
 struct product {
-  const linear<Real>* w;
+  const linear<Element>* w;
   int64_t batch, rows;
-  const Real* x;
+  const Element* x;
   int64_t x_strides[2];  // [batch, rows]
-  Real* y;
+  Element* y;
   int64_t y_strides[2];
 };
 
 // All products of the list, on at most exec.threads threads and no more than their size is worth. No y overlaps
 // anything.
-template <class Real>
-void multiply(const product<Real>* products, int64_t count, const mh_exec& exec, const watched_call& watched);
+template <class Element>
+void multiply(const product<Element>* products, int64_t count, const mh_exec& exec, const watched_call& watched);
 
 extern template class linear<float>;
 extern template class linear<double>;
+extern template class linear<uint16_t>;
 extern template void multiply(const product<float>*, int64_t, const mh_exec&, const watched_call&);
 extern template void multiply(const product<double>*, int64_t, const mh_exec&, const watched_call&);
+extern template void multiply(const product<uint16_t>*, int64_t, const mh_exec&, const watched_call&);
 
 }  // namespace manyhead

@@ -47,6 +47,7 @@ void add_unit(kernel_table& t, const kernel_table& unit) {
     if (i == MH_DTYPE_F32 && !f32) continue;
     const dtype_kernels& from = unit.dtype[i];
     dtype_kernels& to = t.dtype[i];
+    if (from.linear_unit.run != nullptr) to.linear_unit = from.linear_unit;
     if (from.attention[route_matrix] == nullptr) continue;
     to.attention[route_matrix] = from.attention[route_matrix];
     to.scratch_bytes[route_matrix] = from.scratch_bytes[route_matrix];
@@ -61,7 +62,6 @@ void add_unit(kernel_table& t, const kernel_table& unit) {
     to.arithmetic = from.arithmetic;
     to.flops_of_turn = from.flops_of_turn;
   }
-  if (f32 && unit.linear_unit.run != nullptr) t.linear_unit = unit.linear_unit;
 }
 
 // The best on this CPU first: where the level below is faster, its row comes before.

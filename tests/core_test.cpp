@@ -854,8 +854,6 @@ TEST_CASE("an ISA with a matrix unit has the unit's kernels over those of anothe
     REQUIRE(by_name.contains(under));
     const kernel_table &t = by_name[isa], &base = by_name[under];
     CHECK((t.lanes == base.lanes && t.dtypes == base.dtypes && t.read == base.read));
-    CHECK((t.linear[0] == base.linear[0] && t.linear[1] == base.linear[1]));
-    CHECK(((t.linear_unit.run != nullptr) == (layer && f32)));
     for (int32_t i = 0; i < t.dtypes; ++i) {
       const dtype_kernels &own = t.dtype[i], &other = base.dtype[i];
       const bool on_unit = std::find(of_unit.begin(), of_unit.end(), i) != of_unit.end() && (f32 || i != MH_DTYPE_F32);
@@ -864,6 +862,9 @@ TEST_CASE("an ISA with a matrix unit has the unit's kernels over those of anothe
       CHECK((own.attention[route_decode] != nullptr));
       CHECK(((own.attention[route_decode] != other.attention[route_decode]) == (own.unit_steps > other.unit_steps)));
       CHECK((own.weights == other.weights && own.merge == other.merge && own.merge_real == other.merge_real));
+      CHECK((own.linear != nullptr && own.linear == other.linear && own.widen == other.widen));
+      CHECK(((own.widen != nullptr) == (i == MH_DTYPE_BF16 || i == MH_DTYPE_F16)));
+      CHECK(((own.linear_unit.run != other.linear_unit.run) == (layer && on_unit)));
       CHECK(((own.attention[route_matrix] != other.attention[route_matrix]) == on_unit));
       CHECK(((own.attention[route_matrix] != nullptr) == (own.scratch_bytes[route_matrix] != nullptr)));
       CHECK(((own.attention[route_matrix] != nullptr) == (own.matrix_rows > 0 && own.matrix_keys > 0)));

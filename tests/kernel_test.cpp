@@ -725,52 +725,66 @@ TEST_CASE("merging follows the formula") {
         }
 }
 
+template <class Number>
+using element_of = std::conditional_t<sizeof(Number) == 2, uint16_t, Number>;  // as the library sees it
+template <class Number>
+const element_of<Number>* elements(const Number* numbers) {
+  return reinterpret_cast<const element_of<Number>*>(numbers);
+}
+template <class Number>
+element_of<Number>* elements(Number* numbers) {
+  return reinterpret_cast<element_of<Number>*>(numbers);
+}
+
 // A product of the layer, x and y in memory with room between rows and entries, against double; then the same rows in
 // other company, whose bits must not differ.
-template <class Real>
+template <class Number>
 void check_linear(const kernel_table& table, int64_t batch, int64_t rows, int64_t in, int64_t out) {
+  using element = element_of<Number>;
   CAPTURE(table.isa);
+  CAPTURE(dtype_of<Number>);
   CAPTURE(batch);
   CAPTURE(rows);
   CAPTURE(in);
   CAPTURE(out);
   random_numbers random(static_cast<uint64_t>(rows * 1000003 + in * 1009 + out));
   const auto numbers = [&](int64_t n) {
-    std::vector<Real> v(static_cast<size_t>(n));
-    for (Real& x : v) x = static_cast<Real>(random.normal());
+    std::vector<Number> v(static_cast<size_t>(n));
+    for (Number& x : v) x = static_cast<Number>(random.normal());
     return v;
   };
-  const std::vector<Real> matrix = numbers(in * (out + 1)), bias = numbers(out);
-  linear<Real> packed(table, out, in);
+  const std::vector<Number> matrix = numbers(in * (out + 1)), bias = numbers(out);
+  linear<element> packed(table, dtype_of<Number>, out, in);
   // Every second row of W is given with its elements apart.
   for (int64_t j = 0; j < out; ++j) {
-    std::vector<Real> apart(static_cast<size_t>(3 * in));
+    std::vector<Number> apart(static_cast<size_t>(3 * in));
     for (int64_t k = 0; k < in; ++k) apart[static_cast<size_t>(3 * k)] = matrix[static_cast<size_t>(j * in + k)];
-    j % 2 == 0 ? packed.set_row(j, &matrix[static_cast<size_t>(j * in)], 1) : packed.set_row(j, apart.data(), 3);
+    j % 2 == 0 ? packed.set_row(j, elements(&matrix[static_cast<size_t>(j * in)]), 1)
+               : packed.set_row(j, elements(apart.data()), 3);
   }
-  packed.set_bias(bias.data());
+  packed.set_bias(elements(bias.data()));
   packed.finish();
 
   const int64_t x_strides[2] = {rows * (in + 3) + 5, in + 3}, y_strides[2] = {rows * (out + 2) + 7, out + 2};
-  const std::vector<Real> x = numbers(batch * x_strides[0]);
-  const Real untouched = Real(-77);
+  const std::vector<Number> x = numbers(batch * x_strides[0]);
+  const Number untouched = Number(-6e4);  // far from any result
   const auto run = [&](int64_t from, int64_t count, int32_t threads, bool gaps) {
     // Rows [from, from + count) of each entry. Without gaps the entries' y follow each other at one stride.
-    std::vector<Real> y(static_cast<size_t>(batch * y_strides[0]), untouched);
-    product<Real> p = {&packed,
-                       batch,
-                       count,
-                       x.data() + from * x_strides[1],
-                       {x_strides[0], x_strides[1]},
-                       y.data() + from * y_strides[1],
-                       {y_strides[0], y_strides[1]}};
-    std::vector<Real> dense;
+    std::vector<Number> y(static_cast<size_t>(batch * y_strides[0]), untouched);
+    product<element> p = {&packed,
+                          batch,
+                          count,
+                          elements(x.data() + from * x_strides[1]),
+                          {x_strides[0], x_strides[1]},
+                          elements(y.data() + from * y_strides[1]),
+                          {y_strides[0], y_strides[1]}};
+    std::vector<Number> dense;
     if (!gaps) {
       for (int64_t i = 0; i < batch * rows; ++i) {
-        const Real* row = x.data() + i / rows * x_strides[0] + i % rows * x_strides[1];
+        const Number* row = x.data() + i / rows * x_strides[0] + i % rows * x_strides[1];
         dense.insert(dense.end(), row, row + in);
       }
-      p = {&packed, batch, rows, dense.data(), {rows * in, in}, y.data(), {rows * out, out}};
+      p = {&packed, batch, rows, elements(dense.data()), {rows * in, in}, elements(y.data()), {rows * out, out}};
     }
     mh_exec exec = {};
     exec.struct_size = sizeof exec;
@@ -779,11 +793,11 @@ void check_linear(const kernel_table& table, int64_t batch, int64_t rows, int64_
     return y;
   };
 
-  const std::vector<Real> y = run(0, rows, 1, true);
-  const double unit = sizeof(Real) == 4 ? 1.2e-7 : 2.3e-16;
+  const std::vector<Number> y = run(0, rows, 1, true);
+  const double unit = 2 * rounding_of<real_of<Number>>;
   double worst = 0;
   for (int64_t i = 0; i < batch * rows; ++i) {
-    const Real* from = x.data() + i / rows * x_strides[0] + i % rows * x_strides[1];
+    const Number* from = x.data() + i / rows * x_strides[0] + i % rows * x_strides[1];
     for (int64_t j = 0; j < out; ++j) {
       double want = static_cast<double>(bias[static_cast<size_t>(j)]), size = std::fabs(want);
       for (int64_t k = 0; k < in; ++k) {
@@ -791,33 +805,35 @@ void check_linear(const kernel_table& table, int64_t batch, int64_t rows, int64_
         want += term;
         size += std::fabs(term);
       }
-      const Real got = y[static_cast<size_t>(i / rows * y_strides[0] + i % rows * y_strides[1] + j)];
-      // Errors of rounding are random: they grow with the root of the number of additions.
+      const Number got = y[static_cast<size_t>(i / rows * y_strides[0] + i % rows * y_strides[1] + j)];
+      // Errors of rounding are random: they grow with the root of the number of additions. 16-bit results are rounded once.
+      const double rounded = sizeof(Number) == 2 ? rounding_of<Number> * 1.001 * std::fabs(want) : 0;
       const double error = std::fabs(static_cast<double>(got) - want) /
-                           (2 * unit * size * (1 + std::sqrt(static_cast<double>(in)) / 16));
+                           (2 * unit * size * (1 + std::sqrt(static_cast<double>(in)) / 16) + rounded);
       worst = error <= worst ? worst : error;
     }
   }
   CHECK(worst <= 1);
   size_t written = 0;
-  for (const Real value : y) written += value != untouched;
+  for (const Number value : y) written += value != untouched;
   CHECK(written == static_cast<size_t>(batch * rows * out));
 
   CHECK(run(0, rows, 3, true) == y);
-  const std::vector<Real> dense = run(0, rows, 2, false);
+  const std::vector<Number> dense = run(0, rows, 2, false);
   bool same = true;
   for (int64_t i = 0; i < batch * rows; ++i) {
-    const Real* row = y.data() + i / rows * y_strides[0] + i % rows * y_strides[1];
-    same = same && std::memcmp(row, dense.data() + i * out, static_cast<size_t>(out) * sizeof(Real)) == 0;
+    const Number* row = y.data() + i / rows * y_strides[0] + i % rows * y_strides[1];
+    same = same && std::memcmp(row, dense.data() + i * out, static_cast<size_t>(out) * sizeof(Number)) == 0;
   }
   CHECK(same);
   for (const int64_t count : {int64_t{1}, int64_t{2}, int64_t{7}, int64_t{64}, int64_t{65}}) {
     if (count >= rows || packed.on_unit(count) != packed.on_unit(rows)) continue;
     const int64_t from = rows - count;
-    const std::vector<Real> part = run(from, count, 1, true);
+    const std::vector<Number> part = run(from, count, 1, true);
     for (int64_t b = 0; b < batch; ++b) {
       const size_t at = static_cast<size_t>(b * y_strides[0] + from * y_strides[1]);
-      CHECK(std::memcmp(&part[at], &y[at], static_cast<size_t>((count - 1) * y_strides[1] + out) * sizeof(Real)) == 0);
+      CHECK(std::memcmp(&part[at], &y[at], static_cast<size_t>((count - 1) * y_strides[1] + out) * sizeof(Number)) ==
+            0);
     }
   }
 }
@@ -844,90 +860,181 @@ TEST_CASE("projections") {
       {3, 48, 130, 150},
       {1, 70, 1100, 130},
       {1, 260, 140, 400},
+      {1, 50, 2100, 128},
+      {1, 1, 128, 128},
+      {5, 1, 200, 130},
+      {3, 5, 161, 144},
+      {2, 17, 300, 131},
+      {1, 33, 140, 390},
+      {1, 16, 129, 128},
+      {1, 128, 160, 160},
+      {1, 129, 256, 192},
   };
   for (const kernel_table* table : chosen.tables) {
     for (const auto& s : shapes) {
       check_linear<float>(*table, s.batch, s.rows, s.in, s.out);
       check_linear<double>(*table, s.batch, s.rows, s.in, s.out);
+      check_linear<bf16>(*table, s.batch, s.rows, s.in, s.out);
+      check_linear<f16>(*table, s.batch, s.rows, s.in, s.out);
     }
   }
 }
 
 // Beside numbers that a matrix unit multiplies, others in some rows of x, or in W. Those rows, or all, have the bits that
 // they have without it; the others keep theirs.
-TEST_CASE("projections of numbers that are not for the matrix unit") {
+template <class Number>
+void check_unusual_numbers(const kernel_table& table) {
   constexpr int64_t rows = 70, in = 1100, out = 400;
-  for (const kernel_table* table : chosen.tables) {
-    if (table->linear_unit.run == nullptr) continue;
-    CAPTURE(table->isa);
-    random_numbers random(7);
-    const auto numbers = [&](int64_t n) {
-      std::vector<float> v(static_cast<size_t>(n));
-      for (float& x : v) x = static_cast<float>(random.normal());
-      return v;
-    };
-    std::vector<float> matrix = numbers(in * out), x = numbers(rows * in);
-    const auto pack = [&] {
-      linear<float> packed(*table, out, in);
-      for (int64_t j = 0; j < out; ++j) packed.set_row(j, &matrix[static_cast<size_t>(j * in)], 1);
-      packed.finish();
-      return packed;
-    };
-    const auto multiplied = [&](const linear<float>& w, int64_t first, int64_t count) {
-      std::vector<float> y(static_cast<size_t>(count * out));
-      const product<float> p = {&w, 1, count, x.data() + first * in, {count * in, in}, y.data(), {count * out, out}};
-      mh_exec exec = {};
-      exec.struct_size = sizeof exec;
-      exec.threads = 2;
-      multiply(&p, 1, exec, watched_call());
-      return y;
-    };
-    const auto is_row = [&](const std::vector<float>& all, int64_t row, const std::vector<float>& other, int64_t at) {
-      return std::memcmp(&all[static_cast<size_t>(row * out)], &other[static_cast<size_t>(at * out)],
-                         out * sizeof(float)) == 0;
-    };
-    const linear<float> usual = pack();
-    REQUIRE(usual.on_unit(rows));
-    REQUIRE(!usual.on_unit(table->linear_unit.least_rows - 1));
-    const std::vector<float> before = multiplied(usual, 0, rows);
-    CHECK(before != [&] {  // the unit is used: few rows have other bits
-      std::vector<float> y;
-      for (int64_t row = 0; row < rows; ++row) {
-        const std::vector<float> one = multiplied(usual, row, 1);
-        y.insert(y.end(), one.begin(), one.end());
-      }
-      return y;
-    }());
-    const struct {
-      int64_t row;
-      float value;
-      bool all;  // of the row
-    } others[] = {
-        {3, 1e30F, false}, {32, HUGE_VALF, false}, {33, -HUGE_VALF, false}, {40, NAN, false}, {69, 1e-30F, true}};
-    for (const auto& other : others) {
-      float* const row = &x[static_cast<size_t>(other.row * in)];
-      std::fill_n(row + (other.all ? 0 : in - 1), other.all ? in : 1, other.value);
-    }
-    std::fill_n(&x[static_cast<size_t>(50 * in)], in, 0.0F);
-    const std::vector<float> y = multiplied(usual, 0, rows);
+  constexpr bool any_size = std::is_same_v<Number, f16>;  // any but infinities and NaN are for the unit
+  using element = element_of<Number>;
+  CAPTURE(table.isa);
+  CAPTURE(dtype_of<Number>);
+  const linear_unit_kernels& unit = table.dtype[dtype_of<Number>].linear_unit;
+  if (unit.run == nullptr) return;
+  random_numbers random(7);
+  const auto numbers = [&](int64_t n) {
+    std::vector<Number> v(static_cast<size_t>(n));
+    for (Number& x : v) x = static_cast<Number>(random.normal());
+    return v;
+  };
+  std::vector<Number> matrix = numbers(in * out), x = numbers(rows * in);
+  const auto pack = [&] {
+    linear<element> packed(table, dtype_of<Number>, out, in);
+    for (int64_t j = 0; j < out; ++j) packed.set_row(j, elements(&matrix[static_cast<size_t>(j * in)]), 1);
+    packed.finish();
+    return packed;
+  };
+  const auto multiplied = [&](const linear<element>& w, int64_t first, int64_t count) {
+    std::vector<Number> y(static_cast<size_t>(count * out));
+    const product<element> p = {
+        &w, 1, count, elements(x.data() + first * in), {count * in, in}, elements(y.data()), {count * out, out}};
+    mh_exec exec = {};
+    exec.struct_size = sizeof exec;
+    exec.threads = 2;
+    multiply(&p, 1, exec, watched_call());
+    return y;
+  };
+  const auto is_row = [&](const std::vector<Number>& all, int64_t row, const std::vector<Number>& other, int64_t at) {
+    return std::memcmp(&all[static_cast<size_t>(row * out)], &other[static_cast<size_t>(at * out)],
+                       out * sizeof(Number)) == 0;
+  };
+  const linear<element> usual = pack();
+  REQUIRE(usual.on_unit(rows));
+  REQUIRE(!usual.on_unit(unit.least_rows - 1));
+  const std::vector<Number> before = multiplied(usual, 0, rows);
+  const std::vector<Number> one_by_one = [&] {
+    std::vector<Number> y;
     for (int64_t row = 0; row < rows; ++row) {
-      CAPTURE(row);
-      if (row == 50) {
-        for (int64_t j = 0; j < out; ++j) CHECK(y[static_cast<size_t>(row * out + j)] == 0);
-      } else if (std::any_of(std::begin(others), std::end(others), [&](const auto& o) { return o.row == row; })) {
-        CHECK(is_row(y, row, multiplied(usual, row, 1), 0));
-      } else {
-        CHECK(is_row(y, row, before, row));
-      }
+      const std::vector<Number> one = multiplied(usual, row, 1);
+      y.insert(y.end(), one.begin(), one.end());
     }
-    for (const float value : {1e30F, HUGE_VALF, NAN}) {
-      matrix[static_cast<size_t>(out / 2 * in)] = value;
-      CHECK(!pack().on_unit(rows));
+    return y;
+  }();
+  CHECK((before == one_by_one) == (unit.least_rows == 1));  // other bits where the unit is not used
+  const struct {
+    int64_t row;
+    double value;
+    bool all;  // of the row
+  } others[] = {{3, any_size ? HUGE_VAL : 1e30, false},
+                {32, HUGE_VAL, false},
+                {33, -HUGE_VAL, false},
+                {40, NAN, false},
+                {69, any_size ? NAN : 1e-30, true}};
+  for (const auto& other : others) {
+    Number* const row = &x[static_cast<size_t>(other.row * in)];
+    const int64_t at = other.row % 2 == 0 ? in - 2 : in - 1;  // of a pair the first or the second
+    std::fill(row + (other.all ? 0 : at), row + (other.all ? in : at + 1), static_cast<Number>(other.value));
+  }
+  std::fill_n(&x[static_cast<size_t>(50 * in)], in, static_cast<Number>(0.0));
+  std::fill_n(&x[static_cast<size_t>(51 * in)], in, static_cast<Number>(-0.0));
+  const std::vector<Number> y = multiplied(usual, 0, rows);
+  for (int64_t row = 0; row < rows; ++row) {
+    CAPTURE(row);
+    if (row == 50 || row == 51) {
+      for (int64_t j = 0; j < out; ++j) CHECK(static_cast<double>(y[static_cast<size_t>(row * out + j)]) == 0);
+    } else if (std::any_of(std::begin(others), std::end(others), [&](const auto& o) { return o.row == row; })) {
+      CHECK(is_row(y, row, multiplied(usual, row, 1), 0));
+    } else {
+      CHECK(is_row(y, row, before, row));
     }
-    std::fill(matrix.begin(), matrix.end(), 0.0F);
-    CHECK(pack().on_unit(rows));
-    matrix.back() = 1e-30F;  // the only number of its row
+  }
+  for (const double value : {any_size ? -HUGE_VAL : 1e30, HUGE_VAL, std::nan("")}) {
+    matrix[static_cast<size_t>(out / 2 * in)] = static_cast<Number>(value);
     CHECK(!pack().on_unit(rows));
+  }
+  std::fill(matrix.begin(), matrix.end(), static_cast<Number>(0.0));
+  CHECK(pack().on_unit(rows));
+  std::fill(matrix.begin(), matrix.end(), static_cast<Number>(-0.0));
+  CHECK(pack().on_unit(rows));
+  matrix.back() = static_cast<Number>(1e-30);  // the only number of its row; 0 in f16
+  CHECK(pack().on_unit(rows) == any_size);
+  matrix.back() = static_cast<Number>(any_size ? 65504.0 : 1e15);  // the largest of f16
+  CHECK(pack().on_unit(rows));
+}
+
+// Left rows one after the other, more than are widened at a time, in few and in many columns, and the tiniest numbers: results
+// are those of double, wherever they come from.
+template <class Number>
+void check_left_rows(const kernel_table& table, int64_t in, double tiny) {
+  constexpr int64_t rows = 100, out = 130;
+  using element = element_of<Number>;
+  CAPTURE(table.isa);
+  CAPTURE(dtype_of<Number>);
+  CAPTURE(in);
+  random_numbers random(9);
+  std::vector<Number> matrix(static_cast<size_t>(in * out)), x(static_cast<size_t>(rows * in));
+  for (Number& w : matrix) w = static_cast<Number>(random.normal());
+  for (Number& some : x) some = static_cast<Number>(random.normal());
+  for (int64_t row = 3; row < 90; ++row) {
+    for (int64_t k = 0; k < in; ++k) {
+      Number& some = x[static_cast<size_t>(row * in + k)];
+      some = static_cast<Number>(static_cast<double>(some) * tiny);
+    }
+  }
+  linear<element> packed(table, dtype_of<Number>, out, in);
+  for (int64_t j = 0; j < out; ++j) packed.set_row(j, elements(&matrix[static_cast<size_t>(j * in)]), 1);
+  packed.finish();
+  std::vector<Number> y(static_cast<size_t>(rows * out));
+  const product<element> p = {&packed,          1, rows, elements(x.data()), {rows * in, in}, elements(y.data()),
+                              {rows * out, out}};
+  mh_exec exec = {};
+  exec.struct_size = sizeof exec;
+  exec.threads = 1;
+  multiply(&p, 1, exec, watched_call());
+  bool good = true;
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t j = 0; j < out; ++j) {
+      double want = 0, size = 0;
+      for (int64_t k = 0; k < in; ++k) {
+        const double term = static_cast<double>(x[static_cast<size_t>(row * in + k)]) *
+                            static_cast<double>(matrix[static_cast<size_t>(j * in + k)]);
+        want += term;
+        size += std::fabs(term);
+      }
+      const double got = static_cast<double>(y[static_cast<size_t>(row * out + j)]);
+      // The smallest denormal number of the type, of f16 2^-24, is as near as it may come.
+      const double bound = 3e-6 * size + 1.001 * rounding_of<Number> * std::fabs(want) + (tiny > 1e-10 ? 0x1p-25 : 0);
+      good = good && std::fabs(got - want) <= bound;
+    }
+  }
+  CHECK(good);
+}
+
+TEST_CASE("projections of rows that the matrix unit leaves") {
+  for (const kernel_table* table : chosen.tables) {
+    for (const int64_t in : {129, 700}) {
+      check_left_rows<float>(*table, in, 1e-25);
+      check_left_rows<bf16>(*table, in, 1e-25);
+      check_left_rows<f16>(*table, in, 1e-6);
+    }
+  }
+}
+
+TEST_CASE("projections of numbers that are not for the matrix unit") {
+  for (const kernel_table* table : chosen.tables) {
+    check_unusual_numbers<float>(*table);
+    check_unusual_numbers<bf16>(*table);
+    check_unusual_numbers<f16>(*table);
   }
 }
 

@@ -20,12 +20,18 @@
 
 #include "error.hpp"
 #include "host_fp_state.hpp"
+#include "numbers.hpp"
 #include "problem.hpp"
 #include "reference.hpp"
 
 namespace {
 
 using manyhead::test::attention_result;
+using manyhead::test::bf16;
+using manyhead::test::dtype_of;
+using manyhead::test::f16;
+using manyhead::test::real_of;
+using manyhead::test::rounding_of;
 
 // Numbers in (-1, 1) that depend on nothing but the seed and how many came before.
 class numbers {
@@ -41,11 +47,11 @@ class numbers {
   uint64_t state_;
 };
 
-template <class Real>
-std::vector<Real> random(int64_t size, uint64_t seed, double scale = 1.0) {
+template <class Number>
+std::vector<Number> random(int64_t size, uint64_t seed, double scale = 1.0) {
   numbers from(seed);
-  std::vector<Real> v(static_cast<size_t>(size));
-  for (Real& x : v) x = static_cast<Real>(scale * from.next());
+  std::vector<Number> v(static_cast<size_t>(size));
+  for (Number& x : v) x = static_cast<Number>(scale * from.next());
   return v;
 }
 
@@ -67,12 +73,12 @@ struct sizes {
 
 // Weights in torch's layout, a call with contiguous arrays, and what it should give. Tests change `w` and `c` (and the
 // arrays) at will.
-template <class Real>
+template <class Number>
 struct fixture {
   sizes s;
-  std::vector<Real> w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, bias_k, bias_v;
-  std::vector<Real> x_q, x_k, x_v, out;
-  std::vector<Real> weights, mean_weights;
+  std::vector<Number> w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, bias_k, bias_v;
+  std::vector<Number> x_q, x_k, x_v, out;
+  std::vector<real_of<Number>> weights, mean_weights;
   std::vector<uint8_t> mask, key_mask;
   std::vector<float> bias;
   std::vector<int32_t> seqused_k;
@@ -83,23 +89,23 @@ struct fixture {
     const int64_t q_out = s.heads * s.head_dim, k_out = s.kv_heads * s.head_dim, v_out = s.kv_heads * s.v_dim;
     const int64_t cat = s.heads * s.v_dim;
     const auto norm = [](int64_t in) { return 1.7 / std::sqrt(static_cast<double>(in)); };
-    w_q = random<Real>(q_out * s.embed, 1, 2 * norm(s.embed));
-    w_k = random<Real>(k_out * s.k_embed, 2, 2 * norm(s.k_embed));
-    w_v = random<Real>(v_out * s.v_embed, 3, norm(s.v_embed));
-    w_o = random<Real>(s.out * cat, 4, norm(cat));
-    b_q = random<Real>(q_out, 5, 0.3);
-    b_k = random<Real>(k_out, 6, 0.3);
-    b_v = random<Real>(v_out, 7, 0.3);
-    b_o = random<Real>(s.out, 8, 0.3);
-    bias_k = random<Real>(k_out, 9);
-    bias_v = random<Real>(v_out, 10);
-    x_q = random<Real>(s.batch * s.q_len * s.embed, 11);
-    x_k = random<Real>(s.batch * s.kv_len * s.k_embed, 12);
-    x_v = random<Real>(s.batch * s.kv_len * s.v_embed, 13);
-    out.assign(static_cast<size_t>(s.batch * s.q_len * s.out), Real(-77));
+    w_q = random<Number>(q_out * s.embed, 1, 2 * norm(s.embed));
+    w_k = random<Number>(k_out * s.k_embed, 2, 2 * norm(s.k_embed));
+    w_v = random<Number>(v_out * s.v_embed, 3, norm(s.v_embed));
+    w_o = random<Number>(s.out * cat, 4, norm(cat));
+    b_q = random<Number>(q_out, 5, 0.3);
+    b_k = random<Number>(k_out, 6, 0.3);
+    b_v = random<Number>(v_out, 7, 0.3);
+    b_o = random<Number>(s.out, 8, 0.3);
+    bias_k = random<Number>(k_out, 9);
+    bias_v = random<Number>(v_out, 10);
+    x_q = random<Number>(s.batch * s.q_len * s.embed, 11);
+    x_k = random<Number>(s.batch * s.kv_len * s.k_embed, 12);
+    x_v = random<Number>(s.batch * s.kv_len * s.v_embed, 13);
+    out.assign(static_cast<size_t>(s.batch * s.q_len * s.out), Number(-77));
 
     w.struct_size = sizeof w;
-    w.dtype = sizeof(Real) == 8 ? MH_DTYPE_F64 : MH_DTYPE_F32;
+    w.dtype = dtype_of<Number>;
     w.embed_dim = user.embed;
     w.k_embed_dim = user.k_embed;
     w.v_embed_dim = user.v_embed;
@@ -134,8 +140,8 @@ struct fixture {
   int64_t extra() const { return (w.bias_k != nullptr) + w.add_zero_attn; }
   int64_t keys() const { return s.kv_len + extra(); }
   void want_weights(bool per_head, bool mean) {
-    weights.assign(static_cast<size_t>(s.batch * s.heads * s.q_len * keys()), Real(-77));
-    mean_weights.assign(static_cast<size_t>(s.batch * s.q_len * keys()), Real(-77));
+    weights.assign(static_cast<size_t>(s.batch * s.heads * s.q_len * keys()), -77);
+    mean_weights.assign(static_cast<size_t>(s.batch * s.q_len * keys()), -77);
     if (per_head) c.weights = weights.data();
     if (mean) c.mean_weights = mean_weights.data();
   }
@@ -175,12 +181,20 @@ std::vector<double> project(const std::vector<double>& x, int64_t in, const std:
   return y;
 }
 
-template <class Real>
-std::vector<double> widen(const std::vector<Real>& v) {
+template <class Number>
+std::vector<double> widen(const std::vector<Number>& v) {
   return {v.begin(), v.end()};
 }
-template <class Real>
-std::vector<double> widen(const std::vector<Real>& v, const void* used) {
+// As a layer of 16 bits keeps it.
+template <class Number>
+std::vector<double> rounded(std::vector<double> v) {
+  if constexpr (sizeof(Number) == 2) {
+    for (double& x : v) x = static_cast<Number>(x);
+  }
+  return v;
+}
+template <class Number>
+std::vector<double> widen(const std::vector<Number>& v, const void* used) {
   return used != nullptr ? widen(v) : std::vector<double>{};
 }
 
@@ -189,15 +203,15 @@ struct expectation {
 };
 
 // What f's arrays (not its pointers and strides, but for which of them are there) should give.
-template <class Real>
-expectation expected(const fixture<Real>& f) {
+template <class Number>
+expectation expected(const fixture<Number>& f) {
   const sizes& s = f.s;
   const int64_t keys = f.keys();
   const std::vector<double> x_q = widen(f.x_q);
   const std::vector<double> x_k = f.c.x_k == nullptr ? x_q : widen(f.x_k);
   const std::vector<double> x_v = f.c.x_v == nullptr ? x_k : widen(f.x_v);
   const bool biased = f.w.b_q != nullptr || f.w.in_proj_bias != nullptr;
-  const auto with_extras = [&](const std::vector<double>& y, int64_t columns, const std::vector<Real>& learned) {
+  const auto with_extras = [&](const std::vector<double>& y, int64_t columns, const std::vector<Number>& learned) {
     std::vector<double> all;
     const int64_t entry = s.kv_len * columns;
     for (int64_t b = 0; b < s.batch; ++b) {
@@ -208,11 +222,13 @@ expectation expected(const fixture<Real>& f) {
     return all;
   };
   const std::vector<double> none;
-  const std::vector<double> q = project(x_q, s.embed, widen(f.w_q), biased ? widen(f.b_q) : none);
-  const std::vector<double> k = with_extras(project(x_k, s.k_embed, widen(f.w_k), biased ? widen(f.b_k) : none),
-                                            s.kv_heads * s.head_dim, f.bias_k);
-  const std::vector<double> v =
-      with_extras(project(x_v, s.v_embed, widen(f.w_v), biased ? widen(f.b_v) : none), s.kv_heads * s.v_dim, f.bias_v);
+  const auto projected = [&](const std::vector<double>& x, int64_t in, const std::vector<Number>& w,
+                             const std::vector<Number>& b) {
+    return rounded<Number>(project(x, in, widen(w), biased ? widen(b) : none));
+  };
+  const std::vector<double> q = projected(x_q, s.embed, f.w_q, f.b_q);
+  const std::vector<double> k = with_extras(projected(x_k, s.k_embed, f.w_k, f.b_k), s.kv_heads * s.head_dim, f.bias_k);
+  const std::vector<double> v = with_extras(projected(x_v, s.v_embed, f.w_v, f.b_v), s.kv_heads * s.v_dim, f.bias_v);
 
   mh_problem p = {};
   p.struct_size = sizeof p;
@@ -259,13 +275,14 @@ expectation expected(const fixture<Real>& f) {
   expectation e;
   e.weights = r.weights;
   e.mean_weights = r.mean_weights;
-  e.out = f.w.w_o == nullptr ? concatenation
-                             : project(concatenation, s.heads * s.v_dim, widen(f.w_o), widen(f.b_o, f.w.b_o));
+  e.out = f.w.w_o == nullptr
+              ? concatenation
+              : project(rounded<Number>(concatenation), s.heads * s.v_dim, widen(f.w_o), widen(f.b_o, f.w.b_o));
   return e;
 }
 
-template <class Real>
-double distance(const std::vector<Real>& got, const std::vector<double>& want) {
+template <class Number>
+double distance(const std::vector<Number>& got, const std::vector<double>& want) {
   REQUIRE(got.size() == want.size());
   double worst = 0;
   for (size_t i = 0; i < got.size(); ++i) {
@@ -275,36 +292,38 @@ double distance(const std::vector<Real>& got, const std::vector<double>& want) {
   return worst;
 }
 
-template <class Real>
-constexpr double tolerance = sizeof(Real) == 8 ? 1e-13 : 5e-6;
+template <class Number>
+constexpr double tolerance = sizeof(Number) == 8   ? 1e-13
+                             : sizeof(Number) == 4 ? 5e-6
+                                                   : 3 * rounding_of<Number>;
 
-template <class Real>
-void check(const fixture<Real>& f) {
+template <class Number>
+void check(const fixture<Number>& f) {
   const expectation e = expected(f);
-  CHECK(distance(f.out, e.out) < tolerance<Real>);
-  if (f.c.weights != nullptr) CHECK(distance(f.weights, e.weights) < tolerance<Real>);
-  if (f.c.mean_weights != nullptr) CHECK(distance(f.mean_weights, e.mean_weights) < tolerance<Real>);
+  CHECK(distance(f.out, e.out) < tolerance<Number>);
+  if (f.c.weights != nullptr) CHECK(distance(f.weights, e.weights) < tolerance<Number>);
+  if (f.c.mean_weights != nullptr) CHECK(distance(f.mean_weights, e.mean_weights) < tolerance<Number>);
 }
 
-template <class Real>
-void run_and_check(const fixture<Real>& f) {
+template <class Number>
+void run_and_check(const fixture<Number>& f) {
   f.run();
   check(f);
 }
 
 // The text of the error that `f.run` ends with; out and weights must be as they were.
-template <class Real>
-std::string failure(const fixture<Real>& f, mh_status status = MH_INVALID_ARGUMENT) {
-  const std::vector<Real> before[] = {f.out, f.weights, f.mean_weights};
+template <class Number>
+std::string failure(const fixture<Number>& f, mh_status status = MH_INVALID_ARGUMENT) {
+  const auto bytes = [](const auto& v) {
+    return std::string(reinterpret_cast<const char*>(v.data()), v.size() * sizeof(v[0]));
+  };
+  const std::string before[] = {bytes(f.out), bytes(f.weights), bytes(f.mean_weights)};
   try {
     f.run();
   } catch (const manyhead::error& e) {
     CHECK(e.status() == status);
-    const std::vector<Real>* after[] = {&f.out, &f.weights, &f.mean_weights};
-    for (size_t i = 0; i < 3; ++i) {
-      CHECK(
-          (before[i].empty() || std::memcmp(before[i].data(), after[i]->data(), before[i].size() * sizeof(Real)) == 0));
-    }
+    const std::string after[] = {bytes(f.out), bytes(f.weights), bytes(f.mean_weights)};
+    for (size_t i = 0; i < 3; ++i) CHECK(before[i] == after[i]);
     return e.what();
   }
   return "no error";
@@ -323,12 +342,12 @@ bool mentions(const std::string& text, const std::string& part) {
 }
 
 // A copy of [a, b, c] with other strides, in memory full of NaN; data() is element 0.
-template <class Real>
+template <class Number>
 struct strided {
-  std::vector<Real> memory;
+  std::vector<Number> memory;
   int64_t dims[3], strides[3], start = 0;
 
-  strided(const std::vector<Real>& from, const int64_t (&d)[3], const int64_t (&s)[3]) {
+  strided(const std::vector<Number>& from, const int64_t (&d)[3], const int64_t (&s)[3]) {
     int64_t highest = 0;
     for (int i = 0; i < 3; ++i) {
       dims[i] = d[i];
@@ -336,8 +355,8 @@ struct strided {
       if (s[i] < 0) start -= (d[i] - 1) * s[i];
       if (s[i] > 0) highest += (d[i] - 1) * s[i];
     }
-    memory.assign(static_cast<size_t>(start + highest + 1), std::numeric_limits<Real>::quiet_NaN());
-    each([&](Real& x, size_t i) { x = from[i]; });
+    memory.assign(static_cast<size_t>(start + highest + 1), static_cast<Number>(NAN));
+    each([&](Number& x, size_t i) { x = from[i]; });
   }
   template <class F>
   void each(const F& f) {
@@ -350,27 +369,27 @@ struct strided {
       }
     }
   }
-  Real* data() { return memory.data() + start; }
-  std::vector<Real> values() {
-    std::vector<Real> v(static_cast<size_t>(dims[0] * dims[1] * dims[2]));
-    each([&](Real& x, size_t i) { v[i] = x; });
+  Number* data() { return memory.data() + start; }
+  std::vector<Number> values() {
+    std::vector<Number> v(static_cast<size_t>(dims[0] * dims[1] * dims[2]));
+    each([&](Number& x, size_t i) { v[i] = x; });
     return v;
   }
 };
 
 }  // namespace
 
-TEST_CASE_TEMPLATE("self-attention, with and without biases", Real, float, double) {
+TEST_CASE_TEMPLATE("self-attention, with and without biases", Number, float, double, bf16, f16) {
   for (const bool biases : {false, true}) {
     CAPTURE(biases);
-    fixture<Real> f;
+    fixture<Number> f;
     if (biases) f.all_biases();
     f.self_attention();
     run_and_check(f);
   }
 }
 
-TEST_CASE_TEMPLATE("cross-attention where every size differs", Real, float, double) {
+TEST_CASE_TEMPLATE("cross-attention where every size differs", Number, float, double, bf16, f16) {
   sizes s;
   s.q_len = 7;
   s.kv_len = 11;
@@ -382,20 +401,20 @@ TEST_CASE_TEMPLATE("cross-attention where every size differs", Real, float, doub
   s.kv_heads = 2;
   s.head_dim = 5;
   s.v_dim = 3;
-  fixture<Real> f(s);
+  fixture<Number> f(s);
   f.all_biases();
   f.want_weights(true, true);
   run_and_check(f);
 
   SUBCASE("values from x_k") {
     s.v_embed = 0;
-    fixture<Real> g(s);
+    fixture<Number> g(s);
     g.c.x_v = nullptr;
     run_and_check(g);
   }
 }
 
-TEST_CASE_TEMPLATE("any number of rows", Real, float, double) {
+TEST_CASE_TEMPLATE("any number of rows", Number, float, double, bf16, f16) {
   // Around the borders between tiles of rows, one block of rows and several, blocks within an entry and across entries.
   for (const int64_t q_len : {1, 2, 4, 5, 8, 16, 17, 64, 127, 192, 193, 300, 530}) {
     CAPTURE(q_len);
@@ -404,7 +423,7 @@ TEST_CASE_TEMPLATE("any number of rows", Real, float, double) {
     s.q_len = q_len;
     s.kv_len = q_len < 100 ? 2 * q_len + 1 : 3;
     s.embed = 40;
-    fixture<Real> f(s);
+    fixture<Number> f(s);
     f.all_biases();
     run_and_check(f);
   }
@@ -441,7 +460,7 @@ TEST_CASE("large") {
   run_and_check(f);
 }
 
-TEST_CASE_TEMPLATE("layouts of the weights give the same bits", Real, float, double) {
+TEST_CASE_TEMPLATE("layouts of the weights give the same bits", Number, float, double, bf16, f16) {
   sizes s;
   s.k_embed = 10;
   s.v_embed = 14;
@@ -449,25 +468,25 @@ TEST_CASE_TEMPLATE("layouts of the weights give the same bits", Real, float, dou
   s.v_dim = 5;
   s.kv_heads = 2;
   s.out = 11;
-  fixture<Real> f(s);
+  fixture<Number> f(s);
   f.all_biases();
   run_and_check(f);
-  const std::vector<Real> out = f.out;
-  const auto same = [&] { return std::memcmp(out.data(), f.out.data(), out.size() * sizeof(Real)) == 0; };
+  const std::vector<Number> out = f.out;
+  const auto same = [&] { return std::memcmp(out.data(), f.out.data(), out.size() * sizeof(Number)) == 0; };
 
   // Element [row, column] of a matrix with `columns` columns, moved to where the layout has it.
-  const auto moved = [](const std::vector<Real>& from, int64_t columns, const auto& place) {
-    std::vector<Real> to(from.size());
+  const auto moved = [](const std::vector<Number>& from, int64_t columns, const auto& place) {
+    std::vector<Number> to(from.size());
     for (int64_t i = 0; i < static_cast<int64_t>(from.size()); ++i) {
       to[static_cast<size_t>(place(i / columns, i % columns))] = from[static_cast<size_t>(i)];
     }
     return to;
   };
-  const auto in_out = [&](const std::vector<Real>& from, int64_t columns) {
+  const auto in_out = [&](const std::vector<Number>& from, int64_t columns) {
     const int64_t rows = static_cast<int64_t>(from.size()) / columns;
     return moved(from, columns, [=](int64_t r, int64_t c) { return c * rows + r; });
   };
-  const auto per_head = [&](const std::vector<Real>& from, int64_t columns, int64_t dim) {
+  const auto per_head = [&](const std::vector<Number>& from, int64_t columns, int64_t dim) {
     return moved(from, columns, [=](int64_t r, int64_t c) { return r / dim * columns * dim + c * dim + r % dim; });
   };
   const int64_t cat = s.heads * s.v_dim;
@@ -489,7 +508,7 @@ TEST_CASE_TEMPLATE("layouts of the weights give the same bits", Real, float, dou
     CHECK(same());
   }
   SUBCASE("in_proj and in_proj_bias") {
-    std::vector<Real> all(f.w_q), bias(f.b_q);
+    std::vector<Number> all(f.w_q), bias(f.b_q);
     for (const auto* w : {&f.w_k, &f.w_v}) all.insert(all.end(), w->begin(), w->end());
     for (const auto* b : {&f.b_k, &f.b_v}) bias.insert(bias.end(), b->begin(), b->end());
     f.w.in_proj = all.data();
@@ -504,8 +523,8 @@ TEST_CASE_TEMPLATE("layouts of the weights give the same bits", Real, float, dou
   SUBCASE("strides, negative ones too") {
     const int64_t dims_q[3] = {s.heads, s.head_dim, s.embed}, dims_k[3] = {s.kv_heads, s.head_dim, s.k_embed};
     const int64_t dims_v[3] = {s.kv_heads, s.v_dim, s.v_embed}, dims_o[3] = {1, s.out, cat};
-    strided<Real> q(f.w_q, dims_q, {-1000, 1, 9}), k(f.w_k, dims_k, {500, 11, -1}), v(f.w_v, dims_v, {3, 6, 40});
-    strided<Real> o(f.w_o, dims_o, {0, 2, 25});
+    strided<Number> q(f.w_q, dims_q, {-1000, 1, 9}), k(f.w_k, dims_k, {500, 11, -1}), v(f.w_v, dims_v, {3, 6, 40});
+    strided<Number> o(f.w_o, dims_o, {0, 2, 25});
     f.w.w_q = q.data(), f.w.w_k = k.data(), f.w.w_v = v.data(), f.w.w_o = o.data();
     std::copy_n(q.strides, 3, f.w.w_q_strides);
     std::copy_n(k.strides, 3, f.w.w_k_strides);
@@ -548,12 +567,12 @@ TEST_CASE("weights are copied") {
   CHECK(distance(f.out, e.out) < tolerance<float>);
 }
 
-TEST_CASE_TEMPLATE("masks and options", Real, float, double) {
+TEST_CASE_TEMPLATE("masks and options", Number, float, double, bf16, f16) {
   sizes s;
   s.q_len = 9;
   s.kv_len = 9;
   s.kv_heads = 2;
-  fixture<Real> f(s);
+  fixture<Number> f(s);
   f.all_biases();
   f.want_weights(true, true);
   SUBCASE("mask") { f.random_mask(1); }
@@ -601,7 +620,7 @@ TEST_CASE("masks broadcast by stride 0") {
   check(f);
 }
 
-TEST_CASE_TEMPLATE("extra keys as in torch", Real, float, double) {
+TEST_CASE_TEMPLATE("extra keys as in torch", Number, float, double, bf16, f16) {
   sizes s;
   s.q_len = 6;
   s.kv_len = 8;
@@ -613,7 +632,7 @@ TEST_CASE_TEMPLATE("extra keys as in torch", Real, float, double) {
         CAPTURE(learned);
         CAPTURE(zero);
         CAPTURE(masked);
-        fixture<Real> f(s);
+        fixture<Number> f(s);
         f.all_biases();
         if (learned) f.w.bias_k = f.bias_k.data(), f.w.bias_v = f.bias_v.data();
         f.w.add_zero_attn = zero;
@@ -644,11 +663,11 @@ TEST_CASE("extra keys of a causal square call need no align") {
   run_and_check(f);
 }
 
-TEST_CASE_TEMPLATE("no output projection", Real, float, double) {
+TEST_CASE_TEMPLATE("no output projection", Number, float, double, bf16, f16) {
   sizes s;
   s.v_dim = 7;
   s.out = 28;
-  fixture<Real> f(s);
+  fixture<Number> f(s);
   f.w.w_o = nullptr;
   SUBCASE("out_dim given") {}
   SUBCASE("out_dim 0") { f.w.out_dim = 0; }
@@ -694,17 +713,17 @@ TEST_CASE("no keys, no queries, no batch") {
   }
 }
 
-TEST_CASE_TEMPLATE("any strides", Real, float, double) {
+TEST_CASE_TEMPLATE("any strides", Number, float, double, bf16, f16) {
   sizes s;
   s.q_len = 6;
   s.kv_len = 7;
   s.out = 10;
-  fixture<Real> f(s);
+  fixture<Number> f(s);
   f.all_biases();
   f.want_weights(true, true);
   run_and_check(f);
   const int64_t dims_q[3] = {2, 6, 24}, dims_k[3] = {2, 7, 24}, dims_out[3] = {2, 6, 10}, dims_m[3] = {2, 6, 7};
-  const std::vector<Real> many(200, Real(-5));
+  const std::vector<Number> many(200, Number(-5));
   struct choice {
     int64_t q[3], k[3], v[3], out[3], w[4], m[3];
   };
@@ -714,13 +733,14 @@ TEST_CASE_TEMPLATE("any strides", Real, float, double) {
       {{1, 2, 12}, {7 * 24, 24, 1}, {400, 50, -2}, {-70, 11, -1}, {-168, -42, -7, -1}, {-42, -7, -1}},
   };
   for (const choice& x : choices) {
-    strided<Real> q(f.x_q, dims_q, x.q), k(f.x_k, dims_k, x.k), v(f.x_v, dims_k, x.v);
-    strided<Real> out(many, dims_out, x.out), m(many, dims_m, x.m);
-    std::vector<Real> w_memory(1000, Real(-5));
+    strided<Number> q(f.x_q, dims_q, x.q), k(f.x_k, dims_k, x.k), v(f.x_v, dims_k, x.v);
+    strided<Number> out(many, dims_out, x.out);
+    strided<real_of<Number>> m(std::vector<real_of<Number>>(200, -5), dims_m, x.m);
+    std::vector<real_of<Number>> w_memory(1000, -5);
     int64_t w_start = 0;
     const int64_t w_dims[4] = {2, 4, 6, 7};
     for (int i = 0; i < 4; ++i) w_start += x.w[i] < 0 ? (1 - w_dims[i]) * x.w[i] : 0;
-    fixture<Real> g(s);
+    fixture<Number> g(s);
     g.all_biases();
     g.c.x_q = q.data(), g.c.x_k = k.data(), g.c.x_v = v.data(), g.c.out = out.data();
     g.c.weights = w_memory.data() + w_start;
@@ -749,7 +769,8 @@ TEST_CASE_TEMPLATE("any strides", Real, float, double) {
     }
     CHECK(same);
     // Nothing but the elements of out has been written: the rest still holds NaN.
-    const auto written = std::count_if(out.memory.begin(), out.memory.end(), [](Real value) { return value == value; });
+    const auto written =
+        std::count_if(out.memory.begin(), out.memory.end(), [](Number value) { return value == value; });
     CHECK(written == 2 * 6 * 10);
   }
 }
@@ -781,8 +802,8 @@ TEST_CASE("no output projection, any strides") {
   CHECK(out.values() == f.out);
 }
 
-// Embeddings of 128 and more numbers and 48 rows go to the matrix unit where there is one.
-TEST_CASE_TEMPLATE("same bits for any number of threads", Real, float, double) {
+// Embeddings of 128 and more numbers go to the matrix unit where there is one, of f32 48 rows, of f16 12, of bf16 all.
+TEST_CASE_TEMPLATE("same bits for any number of threads", Number, float, double, bf16, f16) {
   const struct {
     int64_t q_len, embed;
   } all[] = {{1, 96},   {3, 96},   {40, 96},   {150, 96},
@@ -795,14 +816,15 @@ TEST_CASE_TEMPLATE("same bits for any number of threads", Real, float, double) {
     s.q_len = s.kv_len = q_len;
     s.embed = embed;
     s.head_dim = 48;
-    fixture<Real> f(s);
+    fixture<Number> f(s);
     f.all_biases();
     f.want_weights(true, true);
     f.run(1);
-    const std::vector<Real> out = f.out, weights = f.weights, mean = f.mean_weights;
+    const std::vector<Number> out = f.out;
+    const std::vector<real_of<Number>> weights = f.weights, mean = f.mean_weights;
     for (const int32_t threads : {2, 3, 7, 0}) {
       CAPTURE(threads);
-      std::fill(f.out.begin(), f.out.end(), Real(0));
+      std::fill(f.out.begin(), f.out.end(), Number(0));
       f.run(threads);
       CHECK(f.out == out);
       CHECK(f.weights == weights);
@@ -811,7 +833,8 @@ TEST_CASE_TEMPLATE("same bits for any number of threads", Real, float, double) {
   }
 }
 
-TEST_CASE_TEMPLATE("the floating-point state stays the caller's, and does not matter", Real, float, double) {
+TEST_CASE_TEMPLATE("the floating-point state stays the caller's, and does not matter", Number, float, double, bf16,
+                   f16) {
   using namespace manyhead::test;
   const uint64_t own = fp_state();
   for (const int64_t q_len : {2, 70}) {
@@ -819,13 +842,13 @@ TEST_CASE_TEMPLATE("the floating-point state stays the caller's, and does not ma
     sizes s;
     s.q_len = s.kv_len = q_len;
     s.embed = 192;
-    fixture<Real> f(s);
+    fixture<Number> f(s);
     f.all_biases();
     f.run(1);
-    const std::vector<Real> out = f.out;
+    const std::vector<Number> out = f.out;
     for (const uint64_t state : fp_states) {
       for (const int32_t threads : {1, 0}) {
-        std::fill(f.out.begin(), f.out.end(), Real(0));
+        std::fill(f.out.begin(), f.out.end(), Number(0));
         set_fp_state(state);
         f.run(threads);
         const uint64_t after = fp_state();
@@ -837,7 +860,7 @@ TEST_CASE_TEMPLATE("the floating-point state stays the caller's, and does not ma
   }
 }
 
-TEST_CASE_TEMPLATE("same bits whatever else is in the batch", Real, float, double) {
+TEST_CASE_TEMPLATE("same bits whatever else is in the batch", Number, float, double, bf16, f16) {
   // Odd sizes, so that the entries start at any alignment. One entry alone, and third of seven.
   const struct {
     int64_t q_len, embed, out;
@@ -853,10 +876,10 @@ TEST_CASE_TEMPLATE("same bits whatever else is in the batch", Real, float, doubl
     s.embed = embed;
     s.heads = 3;
     s.out = outputs;
-    fixture<Real> one(s);
+    fixture<Number> one(s);
     s.batch = 7;
-    fixture<Real> many(s);
-    const auto put = [](std::vector<Real>& all, const std::vector<Real>& entry) {
+    fixture<Number> many(s);
+    const auto put = [](std::vector<Number>& all, const std::vector<Number>& entry) {
       std::copy(entry.begin(), entry.end(), all.begin() + static_cast<std::ptrdiff_t>(2 * entry.size()));
     };
     put(many.x_q, one.x_q);
@@ -866,8 +889,8 @@ TEST_CASE_TEMPLATE("same bits whatever else is in the batch", Real, float, doubl
     one.run();
     many.run();
     const size_t size = one.out.size();
-    CHECK(std::memcmp(one.out.data(), many.out.data() + 2 * size, size * sizeof(Real)) == 0);
-    CHECK(std::memcmp(one.out.data(), many.out.data() + 3 * size, size * sizeof(Real)) != 0);
+    CHECK(std::memcmp(one.out.data(), many.out.data() + 2 * size, size * sizeof(Number)) == 0);
+    CHECK(std::memcmp(one.out.data(), many.out.data() + 3 * size, size * sizeof(Number)) != 0);
   }
 }
 
@@ -1005,7 +1028,7 @@ TEST_CASE("a host's parallel_for runs everything") {
 
 TEST_CASE("errors name the argument of the weights") {
   using F = fixture<float>;
-  mentions(failure_of([](F& f) { f.w.dtype = MH_DTYPE_BF16; }), "dtype is 2, must be MH_DTYPE_F32 or MH_DTYPE_F64");
+  mentions(failure_of([](F& f) { f.w.dtype = MH_DTYPE_F16 + 1; }), "dtype is 4, must be 0..3");
   mentions(failure_of([](F& f) { f.w.layout = 3; }), "layout is 3");
   mentions(failure_of([](F& f) { f.w.flags = MH_FLAG_WINDOW; }), "flags is 4");
   mentions(failure_of([](F& f) { f.w.embed_dim = 0; }), "embed_dim is 0, must be >= 1");

@@ -2,11 +2,11 @@
 // purpose; when a kernel and this file disagree, this file is right. Takes any dtype, any strides, any option.
 #pragma once
 
-#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <vector>
 
+#include "numbers.hpp"
 #include "problem.hpp"
 
 namespace manyhead::test {
@@ -14,16 +14,6 @@ namespace manyhead::test {
 struct attention_result {  // contiguous, dimensions as in manyhead.h
   std::vector<double> out, lse, weights, mean_weights, column_sums, scores;
 };
-
-inline double f16_value(uint16_t bits) {
-  const int exponent = bits >> 10 & 31;
-  const int fraction = bits & 1023;
-  const double sign = bits >> 15 ? -1 : 1;
-  if (exponent == 31) return fraction ? std::nan("") : sign * HUGE_VAL;
-  return sign * (exponent ? std::ldexp(1024 + fraction, exponent - 25) : std::ldexp(fraction, -24));
-}
-
-inline double bf16_value(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
 
 inline double element(const void* array, int32_t dtype, int64_t i) {
   switch (dtype) {

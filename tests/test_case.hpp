@@ -42,20 +42,6 @@
 
 namespace manyhead::test {
 
-// Nearest 16-bit float, ties to even: `fraction_bits` of them stored, 2^smallest the smallest denormal.
-inline uint16_t narrow(double x, int fraction_bits, int smallest, int infinity) {
-  const int sign = std::signbit(x) ? 0x8000 : 0;
-  if (std::isnan(x)) return static_cast<uint16_t>(sign | infinity | 1 << (fraction_bits - 1));
-  if (std::isinf(x) || x == 0) return static_cast<uint16_t>(x == 0 ? sign : sign | infinity);
-  int exponent = 0;
-  std::frexp(x, &exponent);
-  const int unit = std::max(exponent - fraction_bits - 1, smallest);
-  const double bits = std::nearbyint(std::ldexp(std::fabs(x), -unit)) + std::ldexp(unit - smallest, fraction_bits);
-  return static_cast<uint16_t>(sign | static_cast<int>(std::min(bits, static_cast<double>(infinity))));
-}
-inline uint16_t f16_bits(double x) { return narrow(x, 10, -24, 0x7c00); }
-inline uint16_t bf16_bits(double x) { return narrow(x, 7, -133, 0x7f80); }
-
 // splitmix64: the same numbers on every machine.
 class random_numbers {
  public:

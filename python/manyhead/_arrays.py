@@ -50,6 +50,25 @@ def is_bf16(dtype: np.dtype) -> bool:
     return CODES[dtype] == _NAMES.get("bf16", -1)
 
 
+def float_type(x: Any, name: str) -> np.dtype:
+    """A type that manyhead computes with: NumPy's, a torch.dtype, or a name."""
+    known = x
+    if type(x).__module__ == "torch":
+        known = str(x).removeprefix("torch.")
+    try:
+        dtype = BF16 if isinstance(known, str) and known == "bfloat16" else np.dtype(known)
+    except TypeError:
+        dtype = None
+    if dtype is None or CODES[dtype] is None:
+        raise TypeError(f"{name} is {x!r}, must be float32, float64, float16 or bfloat16")
+    # Its own type has no arithmetic, nor conversions: astype() to it cuts off what is behind the point.
+    return np.dtype(sys.modules["ml_dtypes"].bfloat16) if dtype == BF16 and "ml_dtypes" in sys.modules else dtype
+
+
+def type_name(dtype: np.dtype) -> str:
+    return "bfloat16" if is_bf16(dtype) else dtype.name
+
+
 def address(array: np.ndarray) -> int:
     """Where the first element lies. The buffer protocol is up to six times cheaper than __array_interface__."""
     flags = array.flags
@@ -178,10 +197,22 @@ def real_vector(x: Any, name: str, real: np.dtype) -> np.ndarray:
 
 
 def to_real(array: np.ndarray, real: np.dtype) -> np.ndarray:
-    """A float array in f32 or f64; bfloat16 is the upper half of an f32."""
+    """A float array in a type of NumPy's own; bfloat16 is the upper half of an f32."""
     if is_bf16(array.dtype):
         array = (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     return array.astype(real, copy=False)
+
+
+def to_type(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """A float array in any type that manyhead computes with, rounded to nearest even (float64 by way of float32)."""
+    if CODES[array.dtype] == CODES[dtype]:
+        return array
+    if not is_bf16(dtype):
+        return to_real(array, dtype)
+    wide = to_real(array, np.dtype(np.float32))
+    bits = wide.view(np.uint32)
+    upper = (bits + (0x7FFF + (bits >> 16 & 1))) >> 16
+    return np.where(np.isnan(wide), bits >> 16 | 0x40, upper).astype(np.uint16).view(dtype)
 
 
 def integer(x: Any, name: str) -> int:

@@ -17,11 +17,14 @@ from ._arrays import (
     address,
     boolean,
     element_strides,
+    float_type,
     floats,
     integer,
     new,
     number,
     to_real,
+    to_type,
+    type_name,
     view,
     wrap,
     writable,
@@ -29,12 +32,11 @@ from ._arrays import (
 from ._attention import make_window
 from ._exec import make_exec
 from ._library import check, lib
-from ._plan import as_arrays, gather, place, result_type, spread
+from ._plan import as_arrays, gather, place, real_type, result_type, spread
 from ._weights import SafeTensors, find
 
 _LAYOUTS = ("out_in", "in_out", "per_head")
 _RESULT = result_type(("out", "weights"))
-_REAL = (np.dtype(np.float32), np.dtype(np.float64))
 
 
 class _Options(NamedTuple):
@@ -49,12 +51,12 @@ class _Options(NamedTuple):
 class MultiHeadAttention:
     """Multi-head attention with its projections: concat(heads) w_o^T + b_o, head = attention(x_q w_q^T + b_q, ...).
 
-    The weights are packed once, here; the arrays are not needed afterwards. (In float32 on AMX they are kept twice, in
-    2.5 times their size, as calls of 48 rows an entry and more multiply them there.) A layer is immutable and can be
-    called from any number of threads at once.
+    The weights are packed once, here; the arrays are not needed afterwards. (With AMX those of 128 x 128 and more are
+    kept twice, in 2 to 3 times their size.) A layer is immutable and can be called from any number of threads at once.
+    In float16 and bfloat16 sums are of float32; what is projected, the heads' results and out are rounded.
 
     Args:
-        w_q, w_k, w_v, w_o: weight matrices, of float32 or float64; the type of w_q is the layer's.
+        w_q, w_k, w_v, w_o: weight matrices of any float type; that of w_q is the layer's.
             weight_layout="out_in": (heads * head_dim, in) and (out, heads * v_dim), as torch.nn.Linear has them;
             "in_out": the transposed; "per_head": (heads, in, head_dim), and w_o (heads * v_dim, out).
             Any strides. Without w_o there is no output projection: out is the concatenation of the heads.
@@ -65,7 +67,8 @@ class MultiHeadAttention:
         num_heads: heads of the queries.
         num_kv_heads: heads of keys and values; default num_heads, which it must divide.
         scale: factor of the scores; default 1 / sqrt(head_dim).
-        dtype: float32 or float64; the weights are converted. Needed for float16 and bfloat16 weights.
+        dtype: the layer's type, of NumPy or torch or a name ("bfloat16"); the weights are converted to it. Default that
+            of w_q.
 
     Raises:
         ValueError: sizes that do not fit together. TypeError: arguments of a wrong type. manyhead.Error: out of memory.
@@ -112,13 +115,7 @@ class MultiHeadAttention:
         for name, x in matrices.items():
             if x is None:
                 raise TypeError(f"{name} is missing: give w_q, w_k and w_v, or in_proj")
-        if dtype is None:
-            dtype = floats(matrices["w_q"], "w_q").dtype
-            if dtype not in _REAL:
-                raise TypeError(f"the weights have dtype {dtype}; give dtype=numpy.float32 to convert them")
-        self.dtype = np.dtype(dtype)
-        if self.dtype not in _REAL:
-            raise TypeError(f"dtype is {self.dtype}, must be float32 or float64")
+        self.dtype = float_type(floats(matrices["w_q"], "w_q").dtype if dtype is None else dtype, "dtype")
 
         q = self._per_head(matrices["w_q"], "w_q", heads, weight_layout)
         k = self._per_head(matrices["w_k"], "w_k", kv_heads, weight_layout)
@@ -231,7 +228,7 @@ class MultiHeadAttention:
         """Runs the layer.
 
         Args:
-            x_q: (batch, q_len, embed_dim), of the layer's type; any strides.
+            x_q: (batch, q_len, embed_dim), of the layer's type, as is the result; any strides.
             x_k: (batch, kv_len, k_embed_dim); default x_q, self-attention.
             x_v: (batch, kv_len, v_embed_dim); default x_k.
             attn_mask, attn_bias, key_mask, seqused_k, causal, align, q_offset, window, softcap, fast_exp: as
@@ -242,7 +239,8 @@ class MultiHeadAttention:
 
         Returns:
             out (batch, q_len, out_dim), or, with need_weights, a named tuple (out, weights); weights are
-            (batch, heads, q_len, kv_len + extra keys), or (batch, q_len, ...) when averaged.
+            (batch, heads, q_len, kv_len + extra keys), or (batch, q_len, ...) when averaged; float64 if the layer is,
+            else float32.
         """
         if window_left is not None or window_right is not None:
             window = make_window(window, window_left, window_right)
@@ -266,11 +264,10 @@ class MultiHeadAttention:
             )
         batch, q_len, kv_len = q.shape[0], q.shape[1], k.shape[1]
         shape = (batch, q_len, self.out_dim)
-        result = new(shape, self.dtype, x_q) if out is None else writable(out, "out")
+        result = new(shape, q.dtype, x_q) if out is None else writable(out, "out")
         if result.shape != shape:
             raise ValueError(f"out has shape {result.shape}, must be {shape}")
-        if result.dtype != self.dtype:
-            raise TypeError(f"out has dtype {result.dtype}, must be {self.dtype}")
+        self._check_type(result, "out")
 
         call = _abi.MhaCall(ctypes.sizeof(_abi.MhaCall), batch, q_len, kv_len)
         call.flags = _abi.FLAG_STRIDES
@@ -285,7 +282,7 @@ class MultiHeadAttention:
         if boolean(need_weights, "need_weights"):
             rows = (batch, q_len, kv_len + self._extra_keys)
             average = boolean(average_weights, "average_weights")
-            weights = new(rows if average else (batch, self.num_heads, *rows[1:]), self.dtype, x_q)
+            weights = new(rows if average else (batch, self.num_heads, *rows[1:]), real_type(self.dtype), x_q)
             field = "mean_weights" if average else "weights"
             setattr(call, field, address(weights))
             getattr(call, field + "_strides")[:] = element_strides(weights)
@@ -317,7 +314,8 @@ class MultiHeadAttention:
 
         Returns:
             (out, weights); out as query; weights are None without need_weights, else (batch, q_len, kv_len), averaged
-            over the heads, or (batch, heads, q_len, kv_len) without average_attn_weights; unbatched without batch.
+            over the heads, or (batch, heads, q_len, kv_len) without average_attn_weights; unbatched without batch. They
+            are of float32 where the layer has 16 bits, not, as torch's, of its type.
         """
         arrays = [floats(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value"))]
         unbatched = arrays[0].ndim == 2
@@ -342,7 +340,7 @@ class MultiHeadAttention:
             if mask.dtype == np.bool_:
                 options["attn_mask"] = ~mask
             else:
-                bias = to_real(floats(mask, "attn_mask"), self.dtype)
+                bias = to_real(floats(mask, "attn_mask"), real_type(self.dtype))
         if key_padding_mask is not None:
             mask = view(key_padding_mask, "key_padding_mask")
             mask = mask[None] if unbatched and mask.ndim == 1 else mask
@@ -351,7 +349,7 @@ class MultiHeadAttention:
             if mask.dtype == np.bool_:
                 options["key_mask"] = ~mask
             else:  # two additive masks: their sum
-                padding = to_real(floats(mask, "key_padding_mask"), self.dtype)[:, None, None, :]
+                padding = to_real(floats(mask, "key_padding_mask"), real_type(self.dtype))[:, None, None, :]
                 bias = padding if bias is None else bias + padding
         align = "top_left" if boolean(is_causal, "is_causal") else None
         result = self(
@@ -374,11 +372,11 @@ class MultiHeadAttention:
         return (
             f"<manyhead.MultiHeadAttention {self.embed_dim} -> {self.out_dim}, {self.num_heads} heads"
             f"{'' if self.num_heads == self.num_kv_heads else f' on {self.num_kv_heads} kv heads'}"
-            f" of {self.head_dim}, {self.dtype}>"
+            f" of {self.head_dim}, {type_name(self.dtype)}>"
         )
 
     def _real(self, x: Any, name: str) -> np.ndarray:
-        return to_real(floats(x, name), self.dtype)
+        return to_type(floats(x, name), self.dtype)
 
     def _per_head(self, x: Any, name: str, heads: int, layout: str) -> np.ndarray:
         """A projection as (heads, dim, in), a view."""
@@ -405,9 +403,15 @@ class MultiHeadAttention:
         array = floats(x, name)
         if array.ndim != 3 or array.shape[2] != dim:
             raise ValueError(f"{name} has shape {array.shape}, must be (batch, len, {dim})")
-        if array.dtype != self.dtype:
-            raise TypeError(f"{name} has dtype {array.dtype}, must be that of the layer: {self.dtype}")
+        self._check_type(array, name)
         return array
+
+    def _check_type(self, array: np.ndarray, name: str) -> None:
+        if CODES[array.dtype] != CODES[self.dtype]:
+            raise TypeError(
+                f"{name} has dtype {type_name(array.dtype)}, must be that of the layer: {type_name(self.dtype)} "
+                f'(dtype="{type_name(array.dtype)}" makes another)'
+            )
 
 
 def _split(array: np.ndarray, heads: int, kv_heads: int) -> list[np.ndarray]:

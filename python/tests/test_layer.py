@@ -10,10 +10,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 import reference
+from manyhead._arrays import BF16, to_type
 from manyhead._weights import SafeTensors
 from problems import TOLERANCE, relayout
 
 F32, F64 = np.float32, np.float64
+TYPES = {"f32": F32, "f64": F64, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
+# Where results are not of the layer's 16 bits, what they are made of is.
+ROUNDED = {"f16": 2e-3, "bf16": 1.6e-2}
 
 
 def weights(heads=3, kv_heads=None, head_dim=4, v_dim=None, embed=12, k_embed=None, v_embed=None, out=None, bias=True,
@@ -34,7 +38,7 @@ def tokens(*shape, dtype=F32, seed=1):
 
 
 def close(result, expected, dtype="f32", factor=2):
-    tolerance = factor * TOLERANCE[dtype][0]
+    tolerance = factor * max(TOLERANCE[dtype][0], ROUNDED.get(dtype, 0))
     assert result.shape == expected.shape
     np.testing.assert_allclose(np.asarray(result, F64), expected, tolerance, tolerance)
 
@@ -48,11 +52,12 @@ def check(given, x_q, x_k, x_v, dtype="f32", layer=None, **options):
     mean = layer(x_q, x_k, x_v, need_weights=True, average_weights=True, **options)
     close(mean.weights, expected[1].mean(axis=1), dtype)
     out = layer(x_q, x_k, x_v, **options)
-    assert isinstance(out, np.ndarray)
+    assert isinstance(out, np.ndarray) and out.dtype == x_q.dtype
+    assert result.weights.dtype == mean.weights.dtype == (F64 if dtype == "f64" else F32)
     close(out, expected[0], dtype)
 
 
-@pytest.mark.parametrize("dtype", ["f32", "f64"])
+@pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("sizes", [
     {},
     {"heads": 1, "head_dim": 1},
@@ -61,7 +66,7 @@ def check(given, x_q, x_k, x_v, dtype="f32", layer=None, **options):
     {"heads": 2, "head_dim": 64, "embed": 128},
 ], ids=str)  # fmt: skip
 def test_sizes(sizes, dtype):
-    numpy_type = {"f32": F32, "f64": F64}[dtype]
+    numpy_type = TYPES[dtype]
     given = weights(**sizes, dtype=numpy_type)
     x_q = tokens(2, 5, given["w_q"].shape[1], dtype=numpy_type)
     x_k = tokens(2, 7, given["w_k"].shape[1], dtype=numpy_type, seed=2)
@@ -176,14 +181,31 @@ def test_scale_dtype_and_the_callers_arrays():
         manyhead.MultiHeadAttention(**given, scale=0)(x), reference.multi_head_attention(x, x, x, **given, scale=0)[0]
     )
     half = {name: w.astype(ml_dtypes.bfloat16) if name[0] in "wb" else w for name, w in given.items()}
-    with pytest.raises(TypeError, match="the weights have dtype bfloat16; give dtype=numpy.float32"):
-        manyhead.MultiHeadAttention(**half)
     close(manyhead.MultiHeadAttention(**half, dtype=F32)(x), reference.multi_head_attention(x, x, x, **half)[0])
+    for dtype in (np.float16, "float16", ml_dtypes.bfloat16, "bfloat16"):
+        layer = manyhead.MultiHeadAttention(**given, dtype=dtype)
+        low = ml_dtypes.bfloat16 if "bf" in str(dtype) else np.float16
+        assert ("bfloat16" if "bf" in str(dtype) else "float16") in repr(layer)
+        same = {name: w.astype(low) if name[0] in "wb" else w for name, w in given.items()}
+        result = layer(x.astype(low))
+        assert result.dtype == low
+        np.testing.assert_array_equal(result, manyhead.MultiHeadAttention(**same)(x.astype(low)))
     layer = manyhead.MultiHeadAttention(**given)
     before = layer(x)
     for name in ("w_q", "w_o", "b_v"):
         given[name][...] = np.nan
     np.testing.assert_array_equal(layer(x), before)
+
+
+def test_conversion_to_bfloat16_rounds_as_others_do():
+    halfway = np.arange(2**16, dtype=np.uint32) << 16
+    numbers = np.concatenate([halfway + low for low in (0, 1, 0x7FFF, 0x8000, 0x8001)]).astype(np.uint32).view(F32)
+    with np.errstate(invalid="ignore"):
+        expected = numbers.astype(ml_dtypes.bfloat16)
+    result = to_type(numbers, BF16).view(ml_dtypes.bfloat16)
+    real = ~np.isnan(numbers)
+    np.testing.assert_array_equal(result[real].view(np.uint16), expected[real].view(np.uint16))
+    assert np.isnan(result[~real]).all()
 
 
 def test_out_strides_and_threads():
@@ -404,6 +426,29 @@ def test_against_torch_itself():
             torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+def test_against_torch_in_16_bits(name):
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    module = torch.nn.MultiheadAttention(64, 4, batch_first=True).eval().to(getattr(torch, name))
+    x = torch.randn(2, 50, 64, dtype=getattr(torch, name))
+    mask = torch.randn(50, 50, dtype=x.dtype)
+    for layer in (
+        manyhead.MultiHeadAttention.from_state_dict(module.state_dict(), num_heads=4),
+        manyhead.MultiHeadAttention.from_state_dict(module.float().state_dict(), num_heads=4, dtype=x.dtype),
+    ):
+        assert name in repr(layer)
+        with torch.no_grad():
+            expected = module.float()(x.float(), x.float(), x.float(), attn_mask=mask.float())
+        out, weights = layer.forward_torch(x, x, x, attn_mask=mask, batch_first=True)
+        assert out.dtype == x.dtype and weights.dtype == torch.float32
+        torch.testing.assert_close(out.float(), expected[0], rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(weights, expected[1], rtol=2e-2, atol=2e-2)
+        written = torch.empty_like(x)
+        assert layer(x, attn_bias=mask, out=written) is written
+        torch.testing.assert_close(written.float(), expected[0], rtol=2e-2, atol=2e-2)
+
+
 # ---- errors ----
 
 GOOD = weights()
@@ -429,7 +474,8 @@ X = tokens(2, 3, 12)
     ({"in_proj": tokens(36, 12)}, ValueError, "in_proj takes the place of"),
     ({"in_proj_bias": tokens(36)}, ValueError, "in_proj_bias takes the place of"),
     ({"w_q": GOOD["w_q"].astype(int)}, TypeError, "w_q has dtype int64"),
-    ({"dtype": np.float16}, TypeError, "dtype is float16, must be float32 or float64"),
+    ({"dtype": np.int16}, TypeError, "dtype is .*int16.*, must be float32, float64, float16 or bfloat16"),
+    ({"dtype": "real"}, TypeError, "dtype is 'real', must be"),
     ({"scale": "x"}, TypeError, "scale must be a real number"),
     ({"scale": np.nan}, ValueError, "scale"),
     ({"add_zero_attn": "x"}, TypeError, "add_zero_attn must be True or False"),
@@ -454,6 +500,7 @@ def test_bad_in_proj():
     ((X, X, X[:, :2]), {}, ValueError, "x_v has shape"),
     ((X, X[:1]), {}, ValueError, "x_k has shape"),
     ((X.astype(F64),), {}, TypeError, "x_q has dtype float64, must be that of the layer: float32"),
+    ((X.astype(ml_dtypes.bfloat16),), {}, TypeError, "x_q has dtype bfloat16, must be that of the layer: float32"),
     (("x",), {}, TypeError, "x_q must be an array"),
     ((X, X[:, :2]), {"causal": True}, ValueError, "top_left|TOP_LEFT"),
     ((X,), {"attn_mask": np.ones((4, 3), bool)}, ValueError, "attn_mask has shape"),

@@ -145,10 +145,10 @@ struct merge_args {
 // Rows [begin, end) of the flattened [batch, heads, q_len].
 using merge_fn = void (*)(const merge_args*, int64_t begin, int64_t end);
 
-// y[rows][columns] = x W^T + b for one panel of packed weights, of the layer's projections. Strides in elements; the
-// elements of a row lie next to each other. y overlaps nothing.
+// y[rows][columns] = x W^T + b for one panel of packed weights, of the layer's projections, all of one dtype but x. Strides in
+// elements; the elements of a row lie next to each other. y overlaps nothing.
 struct linear_args {
-  const void* x;
+  const void* x;  // in the arithmetic type: f32, or f64
   int64_t x_stride;
   int64_t rows, in;
   const void* weights;  // [in][columns rounded up to whole vectors], on a vector's boundary; what pads is finite
@@ -158,12 +158,15 @@ struct linear_args {
   int64_t columns;  // 1 .. the table's linear_width
 };
 using linear_fn = void (*)(const linear_args*);
+// Such rows of x from those in the dtype.
+using widen_fn = void (*)(const void* x, int64_t x_stride, int64_t rows, int64_t in, void* to, int64_t to_stride);
 
-// The same for outputs of several panels on a matrix unit, which multiplies numbers of its own: f32 only.
+// The same for outputs of several panels on a matrix unit, which multiplies numbers of its own.
+inline constexpr int64_t most_unit_rows = 128;
 struct linear_unit_args {
   const void* x;
   int64_t x_stride;
-  int64_t rows, in;
+  int64_t rows, in;     // rows: up to most_unit_rows
   const void* weights;  // as pack_weights leaves them, from a multiple of 32 outputs on
   const void* bias;     // [columns]
   void* y;
@@ -177,8 +180,9 @@ struct linear_unit_kernels {
   int64_t (*row_bytes)(int64_t rows, int64_t in);
   int64_t (*weight_words)(int64_t out, int64_t in);
   // From the panels of linear_fn. False: of numbers that are not for the unit.
-  bool (*pack_weights)(const float* panels, int64_t out, int64_t in, uint32_t* to);
+  bool (*pack_weights)(const void* panels, int64_t out, int64_t in, uint32_t* to);
   int64_t least_rows, least_size;  // of an entry, of inputs and outputs: below, one entry is as fast with linear_fn
+  int32_t speed;                   // about how many times as fast as linear_fn
 };
 
 // What a core can do at most, for profiles: `turns` turns of a loop of independent multiply-adds on the unit that the
@@ -205,6 +209,9 @@ struct dtype_kernels {
   // With fewer rows (group * q_len) or keys the matrix route, where it exists, is slower; of f32 see plan.cpp too.
   int32_t matrix_rows, matrix_keys;
   int32_t unit_steps;  // 1: the decode route has the unit's products too, for heads of multiples of 32
+  linear_fn linear;
+  widen_fn widen;  // NULL: the dtype is the arithmetic type
+  linear_unit_kernels linear_unit;
 };
 
 struct kernel_table {
@@ -213,9 +220,7 @@ struct kernel_table {
   int32_t panel_rows[2];  // rows of the widest panel: [0] for float arithmetic, [1] for double
   int32_t dtypes;
   dtype_kernels dtype[4];   // by mh_dtype
-  int32_t linear_width[2];  // outputs of a whole panel of packed weights: [0] float, [1] double
-  linear_fn linear[2];
-  linear_unit_kernels linear_unit;
+  int32_t linear_width[2];  // outputs of a whole panel of packed weights: [0] float arithmetic, [1] double
   read_fn read;
 };
 

@@ -50,7 +50,10 @@ constexpr dtype_kernels kernels_of() {
        flops_of_turn<typename D::real>,
        0,
        0,
-       0};
+       0,
+       linear_task<D>,
+       linear_widens<D> ? linear_widen<D> : nullptr,
+       {}};
 #endif
 #if MH_MATRIX
   if constexpr (takes_unit<D>()) {
@@ -67,6 +70,9 @@ constexpr dtype_kernels kernels_of() {
       k.scratch_bytes[route_decode] = scratch_bytes<D, decode_task<D>>;
       k.unit_steps = 1;
     }
+#if MH_LINEAR_UNIT
+    k.linear_unit = linear_unit<D>;
+#endif
   }
 #endif
   return k;
@@ -85,12 +91,6 @@ constexpr kernel_table table = {MH_TEXT(MH_ISA),
 #undef MH_DTYPE_ROW
                                 },
                                 {static_cast<int32_t>(linear_width<float>), static_cast<int32_t>(linear_width<double>)},
-#if MH_UNIT_ALONE
-                                {},
-#else
-                                {linear_task<float>, linear_task<double>},
-#endif
-                                linear_unit,
                                 read_memory};
 
 #define MH_DTYPE_ROW(enumerator, trait, real) +1

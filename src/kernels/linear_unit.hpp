@@ -1,13 +1,15 @@
-// The projections of linear.hpp on a matrix unit, for many rows of f32: x and W in the unit's parts (unit_number.hpp), W
+// The projections of linear.hpp on a matrix unit, for many rows, of bf16 for all: x and W in the unit's parts (unit_number.hpp), W
 // once, when the layer is made, x once a task, for all of the task's outputs. Six products of bf16 for one of f32 take AMX
 // little more than half as long as FMAs take that one, and errors are half as large.
 //
 // A = x, by rows; B = W^T, in stretches of 32 outputs; C = y, where it is wanted. The sum of an output runs along `in` in
-// order, in pieces of unit_depth that are added to b one after another: its bits depend on its row of x, its row of W and b
-// alone, whatever is computed beside it.
+// order, in pieces of unit_depth: its bits depend on its row of x, its row of W and b alone, whatever is computed beside it.
+// Pieces of f32 are summed apart and added to b one after another, in y; 16-bit results are rounded once, from sums that the
+// unit goes on with.
 //
 // What the unit cannot do is left to linear.hpp, row by row of x, or all where a row of W is such: huge numbers, whose
-// products might overflow, and tiny ones, of which the unit takes much for 0.
+// products might overflow, and tiny ones, of which the unit takes much for 0; of f16, whose parts are neither, infinities and
+// NaN.
 #pragma once
 
 #include "linear.hpp"
@@ -23,16 +25,24 @@ namespace {
 
 #if MH_LINEAR_UNIT
 
-// Of the sum: 32 outputs of it (24 KB) stay in L1 while rows pass by.
-inline constexpr int64_t unit_depth = 128;
-// And so much of it 128 rows of x (768 KB) in L2 while outputs pass by.
-inline constexpr int64_t unit_reach = 1024;
-
+template <class D>
 struct linear_unit_task {
-  using operands = matrix_operands<f32>;
-  using number = unit_number<f32>;
-  using values = number::values;
+  using storage = typename D::storage;
+  using operands = matrix_operands<D>;
+  using number = unit_number<D>;
+  using values = typename number::values;
+  using format = typename values::format;
+  using raw = typename operands::raw;
   static constexpr int parts = values::parts;
+  static constexpr bool of_f32 = sizeof(storage) == sizeof(float);
+  static constexpr int64_t no_limit = int64_t{1} << 48;
+  // Of the sum: 32 outputs of it (24 KB) stay in L1 while rows pass by, where each number read is multiplied more than once.
+  // bf16 all at once: 1.03 to 1.1 times as fast as 384, and f16 0.85 to 0.94.
+  static constexpr int64_t unit_depth = parts > 1 ? 384 / parts : no_limit;
+  // And so much of it 128 rows of x (768 KB) in L2 while outputs pass by. 16-bit results have no room for sums so far.
+  static constexpr int64_t unit_reach = of_f32 ? 1024 : no_limit;
+  static constexpr int least_rows = parts == 1 ? 1 : parts == 2 ? 12 : 48;
+  static constexpr int speed = parts == 1 ? 6 : parts == 2 ? 3 : 2;
   static constexpr int64_t w = lanes<float>;
   static constexpr unit_terms terms = number::scores(false);
 
@@ -48,57 +58,84 @@ struct linear_unit_task {
 
   // Numbers for the unit are zeros, or such that sums cannot overflow, and that denormal parts and products, which it takes
   // for 0, are nothing beside the product of the largest x and W of an output.
-  static constexpr int least_power = -50, most_power = 50;
+  class numbers_seen {
+   public:
+    MH_INLINE void take(const raw& pairs) {
+      for (const word_vec& each : pairs) {
+        if constexpr (of_f32) {
+          seen_.take(each);
+        } else {
+          seen_.take(each & word_vec(0xffff0000U));
+          seen_.take(each << 16);
+        }
+      }
+    }
+    // Whether there is none too large.
+    MH_INLINE bool fit() const { return !seen_.any_not_below(too_large); }
+    // Of one row in all lanes, and of a row in each.
+    MH_INLINE bool row_fits() const { return fit() && (all_sizes || seen_.all_zero() || seen_.any_not_below(least)); }
+    MH_INLINE bool rows_fit() const { return fit() && (all_sizes || !seen_.any_below_but_not_zero(least)); }
 
-  // Places along the sum are in the order of load_pairs: slot i of a piece of 2 x lanes holds its values i and lanes + i.
+   private:
+    static constexpr bool all_sizes = std::is_same_v<D, f16>;
+    static constexpr int least = -50;
+    static constexpr int too_large = all_sizes ? 121 : 51;  // the bits of an infinity of f16 are 2^121 as those of bf16
+
+    magnitudes seen_;
+  };
+
+  // Places along the sum are in the order of load_pairs: slot i of a piece of 2 x lanes holds its values 2 i and 2 i + 1, or,
+  // of f32, i and lanes + i.
   static constexpr int64_t piece = operands::piece;
+  static MH_INLINE int64_t first_of_slot(int64_t slot) { return of_f32 ? slot / w * piece + slot % w : 2 * slot; }
+  static constexpr int64_t second_after = of_f32 ? w : 1;
 
   // Panels as linear.hpp has them to blocks of B. False: not for the unit.
-  static bool pack_weights(const float* from, int64_t out, int64_t in, uint32_t* to) {
+  static bool pack_weights(const void* panels, int64_t out, int64_t in, uint32_t* to) {
     constexpr int64_t panel = linear_width<float>;
+    const auto* const from = static_cast<const storage*>(panels);
     const int64_t padded = round_up<w>(out), steps = steps_of(in);
     bool usual = true;
     memset(to, 0, static_cast<size_t>(weight_words(out, in)) * sizeof(*to));
     for (int64_t column = 0; column < padded; column += w) {
       const int64_t first = column / panel * panel, width = min_of(panel, padded - first);
-      const float* const at = from + first * in + (column - first);
-      magnitudes seen;  // of each output's own row of W
-      const auto value = [&](int64_t k) { return k < in ? load(at + k * width) : vec<float>(0.0F); };
+      const storage* const at = from + first * in + (column - first);
+      numbers_seen seen;  // of each output's own row of W
+      const auto value = [&](int64_t k) { return k < in ? at + k * width : operands::no_key; };
       for (int64_t slot = 0; slot < steps * unit_step / 2; ++slot) {
-        const int64_t k = slot / w * piece + slot % w;
-        vec<float> first_of_pair = value(k), second = value(k + w);
-        seen.take(xsimd::bitwise_cast<uint32_t>(first_of_pair));
-        seen.take(xsimd::bitwise_cast<uint32_t>(second));
+        const int64_t k = first_of_slot(slot);
+        raw pair;
         word_vec part[parts];
-        split_floats<values::format>(first_of_pair, second, part);
+        load_pairs<D>(value(k), value(k + second_after), pair);
+        seen.take(pair);
+        split_pairs<D, format>(pair, part);
         uint32_t* const block = to + (column / unit_rows * steps + 2 * slot / unit_step) * parts * unit_block;
         for (int n = 0; n < parts; ++n)
           put_pair(block + n * unit_block, column % unit_rows, 2 * slot % unit_step, part[n]);
       }
-      usual = usual && !seen.any_above(most_power) && !seen.any_below_but_not_zero(least_power);
+      usual = usual && seen.rows_fit();
     }
     return usual;
   }
 
-  // Rows of x from value `first` of the sum on to blocks of A; those behind the last are zeros.
+  // Rows of x from value `first` of the sum on to blocks of A. Nobody looks at sums of what lies behind the last row.
   __attribute__((noinline)) void pack_rows(int64_t first) const {
     const int64_t in = min_of(unit_reach, c.in - first);
     auto* const to = static_cast<uint16_t*>(c.scratch);
-    for (int64_t row = 0; row < whole(c.rows); ++row) {
-      const float* const x = row < c.rows ? static_cast<const float*>(c.x) + row * c.x_stride + first : nullptr;
-      magnitudes seen;
+    for (int64_t row = 0; row < c.rows; ++row) {
+      const storage* const x = static_cast<const storage*>(c.x) + row * c.x_stride + first;
+      numbers_seen seen;
       for (int64_t k = 0; k < steps_of(in) * unit_step; k += piece) {
-        operands::raw pairs;
+        raw pairs;
         word_vec part[parts];
         operands::pairs_of_row(x, 1, k, in, pairs);
-        operands::take(seen, pairs);
-        split_pairs<f32, values::format>(pairs, part);
+        seen.take(pairs);
+        split_pairs<D, format>(pairs, part);
 #pragma GCC unroll 3
         for (int n = 0; n < parts; ++n)
           put_row(to + block_at(row, k / unit_step) + n * block, row % unit_rows, k % unit_step, part[n]);
       }
-      const bool usual = seen.all_zero() || (seen.any_not_below(least_power) && !seen.any_above(most_power));
-      if (!usual) c.left[row] = 1;  // zeros behind the last row are
+      if (!seen.row_fits()) c.left[row] = 1;
     }
   }
 
@@ -110,19 +147,27 @@ struct linear_unit_task {
   const linear_unit_args& c;
   matrix_unit unit;
 
-  // The words of W that come after a piece: the next one. From L3 they came too late: 192 rows 1.1 times as fast.
-  MH_INLINE line_walk words_after(int64_t stretch, int64_t k) const {
-    const int64_t steps = steps_of(c.in), step = min_of(k / unit_step + unit_depth / unit_step, steps);
-    const int64_t all = weight_words(c.columns, c.in), from = (stretch * steps + step) * parts * unit_block;
-    const int64_t bytes = min_of(unit_depth / unit_step * parts * unit_block, all - from) * 4;
+  int64_t row_blocks() const { return whole(c.rows) / unit_rows; }
+
+  // The words of W that are asked for while a piece is multiplied: the next one. From L3 they came too late: 192 rows of f32
+  // 1.1 times as fast. With few rows of bf16, which take no longer than reading W does, those of the piece itself, 8 KB on: 1
+  // and 8 rows of 2048 and 4096 numbers 1.1 to 1.3.
+  MH_INLINE line_walk words_ahead(int64_t stretch, int64_t k) const {
+    constexpr int64_t of_step = parts * unit_block;
+    const int64_t steps = steps_of(c.in), ahead = parts == 1 && row_blocks() <= 2 ? 4 : unit_depth / unit_step;
+    const int64_t step = min_of(k / unit_step + ahead, steps);
+    const int64_t all = weight_words(c.columns, c.in), from = (stretch * steps + step) * of_step;
+    const int64_t bytes = min_of(min_of(unit_depth / unit_step, steps) * of_step, all - from) * 4;
     return line_walk({reinterpret_cast<const char*>(static_cast<const uint32_t*>(c.weights) + from), bytes, bytes, 1});
   }
+  // In a turn: as many as bring it, or nearly. Parts take more turns.
+  int64_t lines_of_turn() const { return parts == 1 ? unit_block * 4 / 64 / row_blocks() : 4; }
 
   // 32 x 32 sums on their way to y, a vector at a time: y = added + sums, for as many rows and columns as there are.
   class adder {
    public:
     adder() = default;
-    MH_INLINE adder(const float* sums, float* y, int64_t y_stride, const float* added, int64_t added_stride,
+    MH_INLINE adder(const float* sums, storage* y, int64_t y_stride, const float* added, int64_t added_stride,
                     int64_t rows, int64_t columns)
         : from_(sums),
           end_(sums + rows * unit_rows),
@@ -138,9 +183,9 @@ struct linear_unit_task {
     MH_INLINE void step() {
       if (done()) return;
       if (l_ + w <= columns_) {
-        store<float>(to_ + l_, load(added_ + l_) + vec<float>::load_aligned(from_));
+        D::narrow(load(added_ + l_) + vec<float>::load_aligned(from_), to_ + l_);
       } else {
-        for (int64_t l = l_; l < columns_; ++l) to_[l] = added_[l] + from_[l - l_];
+        for (int64_t l = l_; l < columns_; ++l) to_[l] = D::narrow(added_[l] + from_[l - l_]);
       }
       from_ += w;
       l_ += w;
@@ -152,67 +197,91 @@ struct linear_unit_task {
 
    private:
     const float *from_ = nullptr, *end_ = nullptr;
-    float* to_ = nullptr;
+    storage* to_ = nullptr;
     int64_t stride_ = 0;
     const float* added_ = nullptr;
     int64_t added_stride_ = 0, columns_ = 0, l_ = 0;
   };
 
-  // Sums of a piece for all rows. What a product leaves is added to y while the unit works on the next one.
-  void multiply(int64_t stretch, int64_t k) const {
+  // A piece of a stretch for all rows. What a product leaves is added to y while the unit works on the next one; `sums`: of
+  // f32 for two products, else for all rows, to which those of the next piece are added.
+  void multiply(int64_t stretch, int64_t k, const float* bias, float* sums) const {
     const int64_t step = k / unit_step, steps = steps_of(c.in), column = stretch * unit_rows;
     const unit_b w_at{static_cast<const uint32_t*>(c.weights) + (stretch * steps + step) * parts * unit_block,
                       unit_block, parts * unit_block};
-    line_walk next = words_after(stretch, k);
-    alignas(64) float sums[2][unit_rows * unit_rows];
+    line_walk next = words_ahead(stretch, k);
+    const int64_t lines = lines_of_turn();
+    const bool is_last = k + unit_depth >= c.in;
     adder adding;
     for (int64_t row = 0; row < c.rows; row += unit_rows) {
-      float* const to = sums[row / unit_rows % 2];
+      float* const to = sums + (of_f32 ? row % (2 * unit_rows) : row) * unit_rows;
       const unit_a x_at{static_cast<const uint16_t*>(c.scratch) + block_at(row, step % (unit_reach / unit_step)), block,
                         parts * block, unit_step};
-      const auto meanwhile = [&adding, &next]() MH_INLINE_LAMBDA {
+      const auto* next_x = reinterpret_cast<const char*>(x_at.base + steps * parts * block);
+      const auto meanwhile = [&adding, &next, &next_x, lines]() MH_INLINE_LAMBDA {
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {
           adding.step();
           if constexpr (asks_ahead) next.step();
+          // The next rows of x, into L1, an eighth of them; the hardware goes on: 1.03 to 1.12, of f16 0.99 to 1.0, of f32 0.95.
+          if constexpr (asks_ahead && parts == 1) __builtin_prefetch(next_x + 64 * i, 0, 3);
+        }
+        next_x += 256;
+        if constexpr (asks_ahead && parts == 1) {
+          for (int64_t i = 4; i < lines && !next.done(); ++i) next.step();
         }
       };
-      unit.product<values::format>(x_at, w_at, terms, {unit_rows, min_of(unit_depth, steps * unit_step - k)}, to,
-                                   unit_rows, false, meanwhile);
+      unit.product<format>(x_at, w_at, terms,
+                           {min_of(unit_rows, c.rows - row), min_of(unit_depth, steps * unit_step - k)}, to, unit_rows,
+                           !of_f32 && k > 0, meanwhile);
       adding.finish();
-      float* const y = static_cast<float*>(c.y) + row * c.y_stride + column;
-      const float* const bias = static_cast<const float*>(c.bias) + column;
-      adding = adder(to, y, c.y_stride, k == 0 ? bias : y, k == 0 ? 0 : c.y_stride, min_of(unit_rows, c.rows - row),
-                     min_of(unit_rows, c.columns - column));
+      storage* const y = static_cast<storage*>(c.y) + row * c.y_stride + column;
+      const int64_t rows = min_of(unit_rows, c.rows - row), columns = min_of(unit_rows, c.columns - column);
+      if constexpr (of_f32) {
+        adding = k == 0 ? adder(to, y, c.y_stride, bias, 0, rows, columns)
+                        : adder(to, y, c.y_stride, y, c.y_stride, rows, columns);
+      } else if (is_last) {
+        adding = adder(to, y, c.y_stride, bias, 0, rows, columns);
+      }
     }
     adding.finish();
   }
 
   void run() const {
     memset(c.left, 0, static_cast<size_t>(c.rows));
+    alignas(64) float sums[(of_f32 ? 2 * unit_rows : most_unit_rows) * unit_rows], bias[unit_rows];
     for (int64_t first = 0; first < c.in; first += unit_reach) {
       pack_rows(first);
-      for (int64_t stretch = 0; stretch * unit_rows < c.columns; ++stretch) {
-        for (int64_t k = first; k < min_of(first + unit_reach, c.in); k += unit_depth) multiply(stretch, k);
+      for (int64_t column = 0; column < c.columns; column += unit_rows) {
+        widen_row<D>(static_cast<const storage*>(c.bias) + column, 1, min_of(unit_rows, c.columns - column), bias);
+        const int64_t end = min_of(unit_reach, c.in - first) + first;
+        for (int64_t k = first; k < end; k += unit_depth) multiply(column / unit_rows, k, bias, sums);
       }
     }
   }
 };
 
-void run_linear_unit(const linear_unit_args* c) { linear_unit_task{*c, {}}.run(); }
+template <class D>
+void run_linear_unit(const linear_unit_args* c) {
+  linear_unit_task<D>{*c, {}}.run();
+}
 
-// AMX beside AVX-512, 768 x 768, one core: 192 and 128 rows 1.8 times as fast, 96 1.55, 64 1.3, 32 as fast. Whole layers of
-// 64 rows: 128 x 128 1.05 times as fast, 64 x 64 0.9. Of 48 rows: one entry 0.97 to 1.02, eight 1.2 to 1.7; of 40 and 32 one
-// entry 0.89 to 0.98, eight and more 1.2 to 1.7, and one entry must have the bits of eight.
-inline constexpr linear_unit_kernels linear_unit = {run_linear_unit,
-                                                    linear_unit_task::row_bytes,
-                                                    linear_unit_task::weight_words,
-                                                    linear_unit_task::pack_weights,
-                                                    48,
-                                                    128};
+// AMX beside AVX-512, one core:
+//   f32   768 x 768: 192 and 128 rows 1.8 times as fast, 96 1.55, 64 1.3, 32 as fast. Whole layers of 64 rows: 128 x 128 1.05
+//         times as fast, 64 x 64 0.9. Of 48 rows: one entry 0.97 to 1.02, eight 1.2 to 1.7; of 40 and 32 one entry 0.89 to 0.98,
+//         eight and more 1.2 to 1.7, and one entry must have the bits of eight.
+//   bf16  whole layers of 768, 2048 and 4096, one row 0.83 to 0.99 and 1.3, 4 rows 1.0, 8 1.4 to 2.2, 16 2.5, 32 4.4: so all rows, which
+//         then have the same bits whatever their number. Unmeasured: f16 on units that have it; taken as bf16.
+//   f16   in two bf16, 768 and 2048: 4 rows 0.55 to 0.78, 8 0.73 to 0.94, 12 0.97 to 1.4, 16 1.1 to 1.3, 32 1.5 to 1.9.
+template <class D>
+inline constexpr linear_unit_kernels linear_unit = {run_linear_unit<D>,
+                                                    linear_unit_task<D>::row_bytes,
+                                                    linear_unit_task<D>::weight_words,
+                                                    linear_unit_task<D>::pack_weights,
+                                                    linear_unit_task<D>::least_rows,
+                                                    128,
+                                                    linear_unit_task<D>::speed};
 
-#else
-inline constexpr linear_unit_kernels linear_unit = {};
 #endif
 
 }  // namespace

@@ -184,12 +184,15 @@ class matrix_unit {
     const int64_t steps = steps_of(size.sums);
     const auto stride = static_cast<int>(c_stride * 4);
     const int64_t row = a.row * 2;
+    const bool both = size.rows > 16;
     asm volatile("" ::: "memory");  // nor that the loads do: what they read is to be written before
     if (add) {
       _tile_loadd(0, c, stride);
       _tile_loadd(1, c + 16, stride);
-      _tile_loadd(2, c + 16 * c_stride, stride);
-      _tile_loadd(3, c + 16 * c_stride + 16, stride);
+      if (both) {
+        _tile_loadd(2, c + 16 * c_stride, stride);
+        _tile_loadd(3, c + 16 * c_stride + 16, stride);
+      }
     } else {
       _tile_zero(0);
       _tile_zero(1);
@@ -200,34 +203,38 @@ class matrix_unit {
       for (int64_t step = 0; step < steps; ++step) {
         const uint16_t* at = a.base + i * a.part + step * a.step;
         _tile_loadd(4, at, row);
-        _tile_loadd(5, at + 16 * a.row, row);
+        if (both) _tile_loadd(5, at + 16 * a.row, row);
         for (int j = 0; j < terms.b_parts[i]; ++j) {
           const uint32_t* bt = b.base + j * b.part + step * b.step;
           _tile_loadd(6, bt, 128);
           _tile_loadd(7, bt + 16, 128);
-          multiply(Format{});
+          multiply(Format{}, both);
           meanwhile();
         }
       }
     }
     _tile_stored(0, c, stride);
     _tile_stored(1, c + 16, stride);
+    if (!both) return;
     _tile_stored(2, c + 16 * c_stride, stride);
     _tile_stored(3, c + 16 * c_stride + 16, stride);
   }
 
  private:
-  static MH_INLINE void multiply(in_bf16) {
+  static MH_INLINE void multiply(in_bf16, bool both) {
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);
+    if (!both) return;
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
   }
   // By their bytes, as neither g++ 12 nor the assemblers of its time know them.
-  static MH_INLINE void multiply(in_f16) {
+  static MH_INLINE void multiply(in_f16, bool both) {
     asm volatile(
         ".byte 0xc4, 0xe2, 0x4b, 0x5c, 0xc4\n\t"  // tdpfp16ps %tmm6, %tmm4, %tmm0
-        ".byte 0xc4, 0xe2, 0x43, 0x5c, 0xcc\n\t"  // tdpfp16ps %tmm7, %tmm4, %tmm1
+        ".byte 0xc4, 0xe2, 0x43, 0x5c, 0xcc");    // tdpfp16ps %tmm7, %tmm4, %tmm1
+    if (!both) return;
+    asm volatile(
         ".byte 0xc4, 0xe2, 0x4b, 0x5c, 0xd5\n\t"  // tdpfp16ps %tmm6, %tmm5, %tmm2
         ".byte 0xc4, 0xe2, 0x43, 0x5c, 0xdd");    // tdpfp16ps %tmm7, %tmm5, %tmm3
   }
