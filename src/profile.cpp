@@ -106,8 +106,8 @@ constexpr int64_t default_calls = 4096, default_tasks = 65536;
 // `looks_per_detailed` and of `times_per_detailed` tasks. Which one is left to chance, as neighbours differ in a pattern
 // (the rows of a causal problem, the layers of a model).
 constexpr double call_cost_us = 2, call_share = 0.004;
-// Cores are up to so many times as fast as expected_us says, matrix units so many times as fast as cores (the layer's
-// projections, twice, are taken for a core's); a call takes some time whatever it computes.
+// Cores are up to so many times as fast as expected_us says, matrix units so many times as fast as cores (of the layer's
+// projections that is counted before); a call takes some time whatever it computes.
 constexpr double faster_core = 8, faster_matrix = 4, empty_call_us = 1;
 constexpr double looks_per_run = 3000, looks_per_detailed = 40000, times_per_detailed = 12;
 // The first calls of a thread are watched whatever it costs, with a task of each worker looked into: a profile of a few
