@@ -408,9 +408,10 @@ class MultiHeadAttention:
 
     def _check_type(self, array: np.ndarray, name: str) -> None:
         if CODES[array.dtype] != CODES[self.dtype]:
+            got, own = type_name(array.dtype), type_name(self.dtype)
             raise TypeError(
-                f"{name} has dtype {type_name(array.dtype)}, must be that of the layer: {type_name(self.dtype)} "
-                f'(dtype="{type_name(array.dtype)}" makes another)'
+                f"{name} has dtype {got}, must be that of the layer: {own}; "
+                f'convert it, or make the layer with dtype="{got}"'
             )
 
 
