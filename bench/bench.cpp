@@ -17,7 +17,6 @@
 #include <fstream>
 #include <iostream>
 #include <memory>
-#include <span>
 #include <sstream>
 #include <string>
 #include <vector>

@@ -127,34 +127,20 @@ void run_task(const flat<Element>& p, const cut& c, int64_t task, int64_t turns,
       p.w->run_on_unit(first, last, rows, x, p.x_strides[1], y, p.y_strides[1], scratch);
     });
   }
-  if constexpr (linear<Element>::widens) {
-    auto* to = reinterpret_cast<float*>(scratch);
-    const int64_t stride = p.w->wide_stride();
-    for_entries([&](int64_t rows, const Element* x, Element*) {
-      p.w->widen(rows, x, p.x_strides[1], to);
-      to += rows * stride;
+  for (int64_t panel = first; panel < last; ++panel) {
+    char* wide = scratch;
+    for_entries([&](int64_t rows, const Element* x, Element* y) {
+      if (panel == first) p.w->widen(rows, x, p.x_strides[1], wide);
+      p.w->run(panel, rows, x, p.x_strides[1], wide, y + panel * p.w->width(), p.y_strides[1]);
+      wide += p.w->wide_bytes(rows);
     });
-    for (int64_t panel = first; panel < last; ++panel) {
-      const auto* from = reinterpret_cast<const float*>(scratch);
-      for_entries([&](int64_t rows, const Element*, Element* y) {
-        p.w->run(panel, rows, from, stride, y + panel * p.w->width(), p.y_strides[1]);
-        from += rows * stride;
-      });
-    }
-  } else {
-    for (int64_t panel = first; panel < last; ++panel) {
-      for_entries([&](int64_t rows, const Element* x, Element* y) {
-        p.w->run(panel, rows, x, p.x_strides[1], y + panel * p.w->width(), p.y_strides[1]);
-      });
-    }
   }
 }
 
 // What run_task needs: the unit's x, or x widened.
 template <class Element>
 int64_t scratch_bytes(const flat<Element>& p, const cut& c) {
-  if (p.on_unit) return p.w->unit_scratch_bytes(c.block);
-  return linear<Element>::widens ? p.w->wide_bytes(c.block) : 0;
+  return p.on_unit ? p.w->unit_scratch_bytes(c.block) : p.w->wide_bytes(c.block);
 }
 
 template <class Element>
@@ -270,29 +256,23 @@ void linear<Element>::run_on_unit(int64_t first, int64_t last, int64_t rows, con
     if (a.left[row] == 0) continue;
     const Element* const from = x + row * x_stride;
     Element* const to = y + row * y_stride;
-    for (int64_t panel = first; panel < last; ++panel) {
-      if constexpr (widens) {
-        auto* const wide = reinterpret_cast<float*>(scratch);
-        if (panel == first) widen(end - row, from, x_stride, wide);
-        run(panel, end - row, wide, wide_stride(), to + panel * width_, y_stride);
-      } else {
-        run(panel, end - row, from, x_stride, to + panel * width_, y_stride);
-      }
-    }
+    widen(end - row, from, x_stride, scratch);
+    for (int64_t panel = first; panel < last; ++panel)
+      run(panel, end - row, from, x_stride, scratch, to + panel * width_, y_stride);
   }
 }
 
 template <class Element>
-void linear<Element>::widen(int64_t rows, const Element* x, int64_t x_stride, real* to) const noexcept {
-  widen_(x, x_stride, rows, in_, to, wide_stride());
+void linear<Element>::widen(int64_t rows, const Element* x, int64_t x_stride, char* wide) const noexcept {
+  if (widens) widen_(x, x_stride, rows, in_, wide, row_stride<float>(in_));
 }
 
 template <class Element>
-void linear<Element>::run(int64_t panel, int64_t rows, const real* x, int64_t x_stride, Element* y,
+void linear<Element>::run(int64_t panel, int64_t rows, const Element* x, int64_t x_stride, const char* wide, Element* y,
                           int64_t y_stride) const {
   linear_args a = {};
-  a.x = x;
-  a.x_stride = x_stride;
+  a.x = widens ? static_cast<const void*>(wide) : x;
+  a.x_stride = widens ? row_stride<float>(in_) : x_stride;
   a.rows = rows;
   a.in = in_;
   a.weights = weight_.get() + panel * width_ * in_;

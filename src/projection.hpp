@@ -17,7 +17,6 @@
 #include <cstdint>
 #include <memory>
 #include <new>
-#include <type_traits>
 
 #include "blocks.hpp"
 #include "kernels/kernel_api.hpp"
@@ -74,14 +73,15 @@ class linear {
   void set_row(int64_t row, const Element* from, int64_t stride) noexcept;
   void set_bias(const Element* from) noexcept;
   void finish();
-  // The outputs of one panel, for `rows` rows; y is where the panel's first output goes. x: where elements are not what is
-  // computed in, widened before.
-  using real = std::conditional_t<sizeof(Element) < sizeof(float), float, Element>;
-  static constexpr bool widens = !std::is_same_v<real, Element>;
-  void run(int64_t panel, int64_t rows, const real* x, int64_t x_stride, Element* y, int64_t y_stride) const;
-  int64_t wide_stride() const noexcept { return row_stride<real>(in_); }
-  int64_t wide_bytes(int64_t rows) const noexcept { return rows * wide_stride() * static_cast<int64_t>(sizeof(real)); }
-  void widen(int64_t rows, const Element* x, int64_t x_stride, real* to) const noexcept;  // rows: wide_stride() apart
+  // Whether x is computed in another type than it has: run() then reads what widen() made of it, in wide_bytes(rows).
+  static constexpr bool widens = sizeof(Element) < sizeof(float);
+  int64_t wide_bytes(int64_t rows) const noexcept {
+    return widens ? rows * row_stride<float>(in_) * static_cast<int64_t>(sizeof(float)) : 0;
+  }
+  void widen(int64_t rows, const Element* x, int64_t x_stride, char* wide) const noexcept;
+  // The outputs of one panel, for `rows` rows; y is where the panel's first output goes.
+  void run(int64_t panel, int64_t rows, const Element* x, int64_t x_stride, const char* wide, Element* y,
+           int64_t y_stride) const;
 
   // Products on the matrix unit: of panels [first, last), both multiples of unit_panels unless last is the end.
   bool on_unit(int64_t rows_of_entry) const noexcept;

@@ -61,7 +61,13 @@ def float_type(x: Any, name: str) -> np.dtype:
         dtype = None
     if dtype is None or CODES[dtype] is None:
         raise TypeError(f"{name} is {x!r}, must be float32, float64, float16 or bfloat16")
-    # Its own type has no arithmetic, nor conversions: astype() to it cuts off what is behind the point.
+    return _known(dtype)
+
+
+def _known(dtype: np.dtype) -> np.dtype:
+    """bfloat16 of ml_dtypes instead of ours, where that is loaded: ours has no arithmetic, and astype() to it cuts off
+    what is behind the point.
+    """
     return np.dtype(sys.modules["ml_dtypes"].bfloat16) if dtype == BF16 and "ml_dtypes" in sys.modules else dtype
 
 
@@ -268,8 +274,7 @@ def wrap(array: np.ndarray, like: Any) -> Any:
         if is_bf16(array.dtype):
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(array)
-    if array.dtype == BF16 and "ml_dtypes" in sys.modules:
-        array = array.view(sys.modules["ml_dtypes"].bfloat16)
+    array = array.view(_known(array.dtype))
     if not hasattr(like, "__array_namespace__"):
         return array
     library = like.__array_namespace__()
