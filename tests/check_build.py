@@ -72,9 +72,9 @@ def check_objects(nm: str, archive: str) -> list[str]:
 TILE_ROWS = {"avx512": {3: 8, 2: 12, 1: 16}, "avx2": {2: 6, 1: 8}}
 TILE_ROWS["neon"] = TILE_ROWS["avx512"]
 # Instructions of the unit in the innermost loops of its products (src/kernels/matrix_unit.hpp): BFMMLA for 8 x 8
-# results, VDPBF16PS for 12, 8, 4 and 1 rows of two vectors.
+# results, VDPBF16PS for 12, 8, 4, 3, 2 and 1 rows of two vectors.
 UNIT_INSTRUCTIONS = ("bfmmla", "vdpbf16ps")
-UNIT_LOOPS = {"neon_bf16": {16}, "avx512_bf16": {24, 16, 8, 2}}
+UNIT_LOOPS = {"neon_bf16": {16}, "avx512_bf16": {24, 16, 8, 6, 4, 2}}
 SUMS = "vaddvq"  # of a vector's lanes: once a row
 ADD_SIGNED = "3"  # the mode of the rare second try of a panel: its masks do not all fit into registers, and need not
 JUMP = re.compile(r"j\w+|b(\.\w+)?|cbn?z|tbn?z")

@@ -848,7 +848,7 @@ TEST_CASE("an ISA with a matrix unit has the unit's kernels over those of anothe
   if (setting != nullptr && *setting != 0) CHECK(f32 == (setting == std::string("1")));
   std::map<std::string, kernel_table> by_name;
   for (int32_t i = 0; i < isa_count(); ++i) by_name[isa_table(i)->isa] = *isa_table(i);
-  const auto check = [&](const std::string& isa, const std::string& under, std::vector<int32_t> of_unit, bool layer) {
+  const auto check = [&](const std::string& isa, const std::string& under, std::vector<int32_t> of_unit) {
     if (!by_name.contains(isa)) return;
     INFO(isa);
     REQUIRE(by_name.contains(under));
@@ -864,7 +864,7 @@ TEST_CASE("an ISA with a matrix unit has the unit's kernels over those of anothe
       CHECK((own.weights == other.weights && own.merge == other.merge && own.merge_real == other.merge_real));
       CHECK((own.linear != nullptr && own.linear == other.linear && own.widen == other.widen));
       CHECK(((own.widen != nullptr) == (i == MH_DTYPE_BF16 || i == MH_DTYPE_F16)));
-      CHECK(((own.linear_unit.run != other.linear_unit.run) == (layer && on_unit)));
+      CHECK(((own.linear_unit.run != other.linear_unit.run) == on_unit));
       CHECK(((own.attention[route_matrix] != other.attention[route_matrix]) == on_unit));
       CHECK(((own.attention[route_matrix] != nullptr) == (own.scratch_bytes[route_matrix] != nullptr)));
       CHECK(((own.attention[route_matrix] != nullptr) == (own.matrix_rows > 0 && own.matrix_keys > 0)));
@@ -872,10 +872,10 @@ TEST_CASE("an ISA with a matrix unit has the unit's kernels over those of anothe
       CHECK(own.flops_of_turn > 0);
     }
   };
-  check("amx_fp16", "amx", {MH_DTYPE_F16}, true);
-  check("amx", "avx512", {MH_DTYPE_F32, MH_DTYPE_BF16, MH_DTYPE_F16}, true);
-  check("avx512_bf16", "avx512", {MH_DTYPE_BF16}, false);
-  check("neon_bf16", "neon", {MH_DTYPE_BF16}, false);
+  check("amx_fp16", "amx", {MH_DTYPE_F16});
+  check("amx", "avx512", {MH_DTYPE_F32, MH_DTYPE_BF16, MH_DTYPE_F16});
+  check("avx512_bf16", "avx512", {MH_DTYPE_BF16});
+  check("neon_bf16", "neon", {MH_DTYPE_BF16});
 }
 
 static_assert(unit_pays_for_f32(1) && unit_pays_for_f32(15) && !unit_pays_for_f32(16) && !unit_pays_for_f32(256));

@@ -128,7 +128,7 @@ void check_products(uint16_t (*narrow)(float)) {
   for (int64_t i = 0; i < 3; ++i) {
     for (int64_t k = 0; k < sums; k += 2 * w) {
       for (int64_t row = 0; row < rows; ++row) {
-        put_row(&a_packed[i * part + k / unit_step * rows * unit_step], row, k % unit_step,
+        put_row(&a_packed[i * part + k / unit_step * rows * unit_step], unit_step, row, k % unit_step,
                 pairs_at(&a[i * part + row * sums + k]));
       }
       for (int64_t column = 0; column < rows; column += w) {
@@ -167,8 +167,18 @@ void check_products(uint16_t (*narrow)(float)) {
   if (unit_takes_columns) ways.push_back({a_columns.get(), part, rows * unit_step, 2, 2 * rows});
   for (const unit_terms& terms : {unit_terms{1, {1}}, unit_terms{1, {2}}, unit_terms{2, {2, 1}}, unit_terms{2, {2, 2}},
                                   unit_terms{3, {3, 2, 1}}}) {
-    for (const unit_extent& size :
-         {unit_extent{rows, sums}, {rows, 66}, {rows, 4}, {rows, 2}, {27, 34}, {20, 32}, {15, 64}, {3, 2}}) {
+    for (const unit_extent& size : {unit_extent{rows, sums},
+                                    {rows, 66},
+                                    {rows, 4},
+                                    {rows, 2},
+                                    {27, 34},
+                                    {20, 32},
+                                    {15, 64},
+                                    {14, 66},
+                                    {9, 34},
+                                    {3, 2},
+                                    {2, 66},
+                                    {1, 32}}) {
       const int64_t depth = round_up<unit_grain.sums>(size.sums);
       std::vector<float> want(static_cast<size_t>(rows * rows));
       for (int64_t m = 0; m < rows; ++m) {

@@ -70,9 +70,7 @@ constexpr dtype_kernels kernels_of() {
       k.scratch_bytes[route_decode] = scratch_bytes<D, decode_task<D>>;
       k.unit_steps = 1;
     }
-#if MH_LINEAR_UNIT
     k.linear_unit = linear_unit<D>;
-#endif
   }
 #endif
   return k;

@@ -1,4 +1,4 @@
-// The projections of linear.hpp on a matrix unit, for many rows, of bf16 for all: x and W in the unit's parts (unit_number.hpp), W
+// The projections of linear.hpp on a matrix unit, for many rows, of bf16 for nearly all: x and W in the unit's parts (unit_number.hpp), W
 // once, when the layer is made, x once a task, for all of the task's outputs. Six products of bf16 for one of f32 take AMX
 // little more than half as long as FMAs take that one, and errors are half as large.
 //
@@ -6,6 +6,8 @@
 // order, in pieces of unit_depth: its bits depend on its row of x, its row of W and b alone, whatever is computed beside it.
 // Pieces of f32 are summed apart and added to b one after another, in y; 16-bit results are rounded once, from sums that the
 // unit goes on with.
+//
+// A row of x lies in blocks of 32 rows and values, or, where the unit reads pairs anywhere (unit_takes_columns), in one piece.
 //
 // What the unit cannot do is left to linear.hpp, row by row of x, or all where a row of W is such: huge numbers, whose
 // products might overflow, and tiny ones, of which the unit takes much for 0; of f16, whose parts are neither, infinities and
@@ -15,15 +17,10 @@
 #include "linear.hpp"
 #include "matrix_operands.hpp"
 
-// Some units are left numbers of one part (matrix_unit.hpp: unit_parts).
-#if MH_MATRIX && !defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC) && !defined(__AVX512BF16__)
-#define MH_LINEAR_UNIT 1
-#endif
-
 namespace manyhead::MH_ISA {
 namespace {
 
-#if MH_LINEAR_UNIT
+#if MH_MATRIX
 
 template <class D>
 struct linear_unit_task {
@@ -36,13 +33,9 @@ struct linear_unit_task {
   static constexpr int parts = values::parts;
   static constexpr bool of_f32 = sizeof(storage) == sizeof(float);
   static constexpr int64_t no_limit = int64_t{1} << 48;
-  // Of the sum: 32 outputs of it (24 KB) stay in L1 while rows pass by, where each number read is multiplied more than once.
-  // bf16 all at once: 1.03 to 1.1 times as fast as 384, and f16 0.85 to 0.94.
-  static constexpr int64_t unit_depth = parts > 1 ? 384 / parts : no_limit;
+  static constexpr int64_t unit_depth = linear_on_unit<parts>.depth;
   // And so much of it 128 rows of x (768 KB) in L2 while outputs pass by. 16-bit results have no room for sums so far.
   static constexpr int64_t unit_reach = of_f32 ? 1024 : no_limit;
-  static constexpr int least_rows = parts == 1 ? 1 : parts == 2 ? 12 : 48;
-  static constexpr int speed = parts == 1 ? 6 : parts == 2 ? 3 : 2;
   static constexpr int64_t w = lanes<float>;
   static constexpr unit_terms terms = number::scores(false);
 
@@ -50,10 +43,15 @@ struct linear_unit_task {
 
   // W as words: [outputs / 32][steps][parts] blocks of B.
   static int64_t weight_words(int64_t out, int64_t in) { return whole(out) * steps_of(in) * parts * unit_step / 2; }
-  // x as bytes, as far as unit_reach: [rows / 32][steps][parts] blocks of A.
-  static int64_t row_bytes(int64_t rows, int64_t in) {
+  // Steps from row to row of x, as far as unit_reach. Rows in one piece have an odd number of lines, so that they are spread
+  // over all sets of L1.
+  static MH_INLINE int64_t steps_of_row(int64_t in) {
     const int64_t steps = steps_of(min_of(in, unit_reach));
-    return whole(rows) * steps * parts * unit_step * static_cast<int64_t>(sizeof(uint16_t));
+    return unit_takes_columns ? steps | 1 : steps;
+  }
+  // x as bytes.
+  static int64_t row_bytes(int64_t rows, int64_t in) {
+    return whole(rows) * steps_of_row(in) * parts * unit_step * static_cast<int64_t>(sizeof(uint16_t));
   }
 
   // Numbers for the unit are zeros, or such that sums cannot overflow, and that denormal parts and products, which it takes
@@ -102,26 +100,29 @@ struct linear_unit_task {
       const storage* const at = from + first * in + (column - first);
       numbers_seen seen;  // of each output's own row of W
       const auto value = [&](int64_t k) { return k < in ? at + k * width : operands::no_key; };
-      for (int64_t slot = 0; slot < steps * unit_step / 2; ++slot) {
-        const int64_t k = first_of_slot(slot);
-        raw pair;
-        word_vec part[parts];
-        load_pairs<D>(value(k), value(k + second_after), pair);
-        seen.take(pair);
-        split_pairs<D, format>(pair, part);
+      for (int64_t slot = 0; slot < steps * unit_step / 2; slot += weight_pairs) {
+        word_vec pairs[parts][weight_pairs];
+        for (int i = 0; i < weight_pairs; ++i) {
+          const int64_t k = first_of_slot(slot + i);
+          raw pair;
+          word_vec part[parts];
+          load_pairs<D>(value(k), value(k + second_after), pair);
+          seen.take(pair);
+          split_pairs<D, format>(pair, part);
+          for (int n = 0; n < parts; ++n) pairs[n][i] = part[n];
+        }
         uint32_t* const block = to + (column / unit_rows * steps + 2 * slot / unit_step) * parts * unit_block;
         for (int n = 0; n < parts; ++n)
-          put_pair(block + n * unit_block, column % unit_rows, 2 * slot % unit_step, part[n]);
+          put_weights(block + n * unit_block, column % unit_rows, 2 * slot % unit_step, pairs[n]);
       }
       usual = usual && seen.rows_fit();
     }
     return usual;
   }
 
-  // Rows of x from value `first` of the sum on to blocks of A. Nobody looks at sums of what lies behind the last row.
+  // Rows of x from value `first` of the sum on to A. Nobody looks at sums of what lies behind the last row.
   __attribute__((noinline)) void pack_rows(int64_t first) const {
     const int64_t in = min_of(unit_reach, c.in - first);
-    auto* const to = static_cast<uint16_t*>(c.scratch);
     for (int64_t row = 0; row < c.rows; ++row) {
       const storage* const x = static_cast<const storage*>(c.x) + row * c.x_stride + first;
       numbers_seen seen;
@@ -133,19 +134,24 @@ struct linear_unit_task {
         split_pairs<D, format>(pairs, part);
 #pragma GCC unroll 3
         for (int n = 0; n < parts; ++n)
-          put_row(to + block_at(row, k / unit_step) + n * block, row % unit_rows, k % unit_step, part[n]);
+          put_row(x_from(row, k / unit_step) + n * x_part, x_row, row % unit_rows, k % unit_step, part[n]);
       }
       if (!seen.row_fits()) c.left[row] = 1;
     }
   }
 
-  static constexpr int64_t block = unit_rows * unit_step;  // of A, in elements
-  MH_INLINE int64_t block_at(int64_t row, int64_t step) const {
-    return (row / unit_rows * steps_of(min_of(c.in, unit_reach)) + step) * parts * block;
-  }
-
   const linear_unit_args& c;
   matrix_unit unit;
+  // A, in elements: parts of a step follow each other in blocks, and parts of 32 rows elsewhere.
+  static constexpr int64_t block = unit_rows * unit_step;
+  const int64_t x_steps = steps_of_row(c.in);
+  const int64_t x_row = unit_takes_columns ? x_steps * unit_step : unit_step;
+  const int64_t x_step = unit_takes_columns ? unit_step : parts * block;
+  const int64_t x_part = unit_takes_columns ? x_steps * block : block;
+  // The 32 rows that `row` is one of.
+  MH_INLINE uint16_t* x_from(int64_t row, int64_t step) const {
+    return static_cast<uint16_t*>(c.scratch) + row / unit_rows * x_steps * parts * block + step * x_step;
+  }
 
   int64_t row_blocks() const { return whole(c.rows) / unit_rows; }
 
@@ -160,8 +166,9 @@ struct linear_unit_task {
     const int64_t bytes = min_of(min_of(unit_depth / unit_step, steps) * of_step, all - from) * 4;
     return line_walk({reinterpret_cast<const char*>(static_cast<const uint32_t*>(c.weights) + from), bytes, bytes, 1});
   }
-  // In a turn: as many as bring it, or nearly. Parts take more turns.
-  int64_t lines_of_turn() const { return parts == 1 ? unit_block * 4 / 64 / row_blocks() : 4; }
+  // In a turn: as many as bring it, or nearly, where turns are a step of one part. Others have time enough.
+  static constexpr bool short_turns = parts == 1 && !unit_takes_columns;
+  int64_t lines_of_turn() const { return short_turns ? unit_block * 4 / 64 / row_blocks() : 4; }
 
   // 32 x 32 sums on their way to y, a vector at a time: y = added + sums, for as many rows and columns as there are.
   class adder {
@@ -215,19 +222,18 @@ struct linear_unit_task {
     adder adding;
     for (int64_t row = 0; row < c.rows; row += unit_rows) {
       float* const to = sums + (of_f32 ? row % (2 * unit_rows) : row) * unit_rows;
-      const unit_a x_at{static_cast<const uint16_t*>(c.scratch) + block_at(row, step % (unit_reach / unit_step)), block,
-                        parts * block, unit_step};
-      const auto* next_x = reinterpret_cast<const char*>(x_at.base + steps * parts * block);
+      const unit_a x_at{x_from(row, step % (unit_reach / unit_step)), x_part, x_step, x_row};
+      const auto* next_x = reinterpret_cast<const char*>(x_at.base + x_steps * parts * block);
       const auto meanwhile = [&adding, &next, &next_x, lines]() MH_INLINE_LAMBDA {
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {
           adding.step();
           if constexpr (asks_ahead) next.step();
           // The next rows of x, into L1, an eighth of them; the hardware goes on: 1.03 to 1.12, of f16 0.99 to 1.0, of f32 0.95.
-          if constexpr (asks_ahead && parts == 1) __builtin_prefetch(next_x + 64 * i, 0, 3);
+          if constexpr (asks_ahead && short_turns) __builtin_prefetch(next_x + 64 * i, 0, 3);
         }
         next_x += 256;
-        if constexpr (asks_ahead && parts == 1) {
+        if constexpr (asks_ahead && short_turns) {
           for (int64_t i = 4; i < lines && !next.done(); ++i) next.step();
         }
       };
@@ -266,21 +272,14 @@ void run_linear_unit(const linear_unit_args* c) {
   linear_unit_task<D>{*c, {}}.run();
 }
 
-// AMX beside AVX-512, one core:
-//   f32   768 x 768: 192 and 128 rows 1.8 times as fast, 96 1.55, 64 1.3, 32 as fast. Whole layers of 64 rows: 128 x 128 1.05
-//         times as fast, 64 x 64 0.9. Of 48 rows: one entry 0.97 to 1.02, eight 1.2 to 1.7; of 40 and 32 one entry 0.89 to 0.98,
-//         eight and more 1.2 to 1.7, and one entry must have the bits of eight.
-//   bf16  whole layers of 768, 2048 and 4096, one row 0.83 to 0.99 and 1.3, 4 rows 1.0, 8 1.4 to 2.2, 16 2.5, 32 4.4: so all rows, which
-//         then have the same bits whatever their number. Unmeasured: f16 on units that have it; taken as bf16.
-//   f16   in two bf16, 768 and 2048: 4 rows 0.55 to 0.78, 8 0.73 to 0.94, 12 0.97 to 1.4, 16 1.1 to 1.3, 32 1.5 to 1.9.
 template <class D>
 inline constexpr linear_unit_kernels linear_unit = {run_linear_unit<D>,
                                                     linear_unit_task<D>::row_bytes,
                                                     linear_unit_task<D>::weight_words,
                                                     linear_unit_task<D>::pack_weights,
-                                                    linear_unit_task<D>::least_rows,
+                                                    linear_on_unit<linear_unit_task<D>::parts>.least_rows,
                                                     128,
-                                                    linear_unit_task<D>::speed};
+                                                    linear_on_unit<linear_unit_task<D>::parts>.speed};
 
 #endif
 

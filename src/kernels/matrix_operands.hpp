@@ -175,7 +175,7 @@ struct matrix_operands {
 #pragma GCC unroll 3
           for (int n = 0; n < parts; ++n) {
             uint16_t* const to = k + n * keys.part + step * keys.step;
-            unit_takes_columns ? put_row(to + key * keys.row, 0, d, part[n]) : put_row(to, key, d, part[n]);
+            put_row(to, keys.row, key, d, part[n]);
           }
         }
       }
@@ -238,7 +238,7 @@ struct matrix_operands {
         } else {
           turn(lines, [&](int64_t i, const word_vec(&part)[parts]) MH_INLINE_LAMBDA {
 #pragma GCC unroll 3
-            for (int n = 0; n < parts; ++n) put_row(block + n * to_part, d + i, first % unit_step, part[n]);
+            for (int n = 0; n < parts; ++n) put_row(block + n * to_part, unit_step, d + i, first % unit_step, part[n]);
           });
         }
       }

@@ -53,21 +53,34 @@ struct unit_extent {
 };
 MH_INLINE int64_t steps_of(int64_t sums) { return (sums + unit_step - 1) / unit_step; }
 
+// From so many rows and keys on the unit wins over FMA.
+struct unit_size {
+  int32_t rows, keys;
+};
+
+// The same for the layer's products (linear_unit.hpp): rows of an entry. How many times as fast as FMA it is there, about; and
+// how much of the sum is multiplied at a time.
+struct unit_linear {
+  int64_t least_rows;
+  int32_t speed;
+  int64_t depth;
+};
+
 #if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 
 // Numbers of more parts are left to FMA: f16 takes 4 products a score and 3 a value.
 inline constexpr int unit_parts = 1;
-inline constexpr unit_extent unit_grain = {unit_rows, unit_step};
+inline constexpr unit_extent unit_grain = {8, unit_step};
 inline constexpr bool unit_takes_memory = false;
 inline constexpr bool unit_takes_columns = false;
-// From so many rows and keys on the unit wins over FMA, which does 4 rows at a time where the unit does 32 whatever their
-// number: an estimate from the instructions of both routes, head_dim 64, weights in two parts (24 rows: 870 a key and
-// 1300; 16 rows: 870 and 900).
-struct unit_size {
-  int32_t rows, keys;
-};
+// FMA does 4 rows at a time where the unit does 32 columns whatever their number: an estimate from the instructions of both
+// routes, head_dim 64, weights in two parts (24 rows: 870 a key and 1300; 16 rows: 870 and 900).
 template <int Parts>
 inline constexpr unit_size unit_least = {24, 32};
+// Eight rows at a time, of which the unit takes a quarter of FMA's instructions. Of the sum 32 outputs (24 KB) stay in L1.
+// Unmeasured.
+template <int Parts>
+inline constexpr unit_linear linear_on_unit = {8, 2, 384};
 inline constexpr int weight_pairs = 2;  // that put_weights takes at a time
 
 // Four values of line `line` from value k of the sum on.
@@ -76,7 +89,7 @@ MH_INLINE int64_t unit_place(int64_t line, int64_t k) {
 }
 
 // 2 x lanes values of a row of A from k on, within a step whose block begins at `a`.
-MH_INLINE void put_row(uint16_t* a, int64_t row, int64_t k, word_vec x) {
+MH_INLINE void put_row(uint16_t* a, int64_t, int64_t row, int64_t k, word_vec x) {
   const uint16x8_t values = vreinterpretq_u16_u32(x);
   vst1_u16(a + unit_place(row, k), vget_low_u16(values));
   vst1_u16(a + unit_place(row, k + 4), vget_high_u16(values));
@@ -86,7 +99,7 @@ MH_INLINE void put_row(uint16_t* a, int64_t row, int64_t k, word_vec x) {
 MH_INLINE void put_columns(uint32_t* b, int64_t column, int64_t k, const word_vec (&x)[lanes<float>][1]) {
   auto* block = reinterpret_cast<uint16_t*>(b + k / unit_step * unit_block);
 #pragma GCC unroll 4
-  for (int l = 0; l < lanes<float>; ++l) put_row(block, column + l, k % unit_step, x[l][0]);
+  for (int l = 0; l < lanes<float>; ++l) put_row(block, unit_step, column + l, k % unit_step, x[l][0]);
 }
 
 // Pairs from k on of `lanes` neighbouring columns.
@@ -112,27 +125,43 @@ inline constexpr int unit_parts =
 #else
 inline constexpr int unit_parts = 3;
 #endif
-// With fewer rows or keys FMA wins over the unit, by the parts of a number (of three: plan.cpp). On one thread, head_dim
+// By the parts of a number (of three: plan.cpp). On one thread, head_dim
 // 64, its speed beside the tile route's: bf16 10 x 10 0.5, 32 x 16 0.85, 16 x 64 1.1, 32 x 32 1.25, 64 x 64 1.6; f16 in
 // two parts 32 x 32 0.84, 16 x 1024 0.8, 32 x 64 1.0, 32 x 256 1.1; f32 in three 64 x 64 0.9, 64 x 512 1.0, 128 x 128
 // 1.13. Beside the decode route's, bf16: 8 rows x 64 keys 0.7, x 512 0.94, 10 rows 0.93 and 1.2, 12 rows 1.02 and 1.3.
-struct unit_size {
-  int32_t rows, keys;
-};
 #if defined(__AVX512BF16__)
 // On Zen 5, 8 heads of 16, 32, 64 and 128, 32 to 256 keys: 16 rows 0.77 to 1.25, 20 rows 1.06 to 1.76, but 16 keys 0.67 to 0.92.
 template <int Parts>
 inline constexpr unit_size unit_least = {17, 32};
+// Beside FMA where one VDPBF16PS takes the time of one FMA (tried with FMAs in its place): whole layers of 768 and 2048, 128 to
+// 1024 rows 1.7 to 2.2 times as fast, 8 to 64 rows 1.3 to 2.1, 4 rows 1.2, one row 0.97 to 1.08. So all rows, which then have
+// the same bits whatever their number. Pieces of 24 KB, for an L1 of 32; of 256 values to all of the sum 0.95 to 1.05.
+template <int Parts>
+inline constexpr unit_linear linear_on_unit = {1, 2, 384};
 #else
 template <int Parts>
 inline constexpr unit_size unit_least = Parts == 1   ? unit_size{11, 32}
                                         : Parts == 2 ? unit_size{32, 64}
                                                      : unit_size{96, 64};
+// AMX beside AVX-512, one core:
+//   f32   768 x 768: 192 and 128 rows 1.8 times as fast, 96 1.55, 64 1.3, 32 as fast. Whole layers of 64 rows: 128 x 128 1.05
+//         times as fast, 64 x 64 0.9. Of 48 rows: one entry 0.97 to 1.02, eight 1.2 to 1.7; of 40 and 32 one entry 0.89 to 0.98,
+//         eight and more 1.2 to 1.7, and one entry must have the bits of eight.
+//   bf16  whole layers of 768, 2048 and 4096, one row 0.83 to 0.99 and 1.3, 4 rows 1.0, 8 1.4 to 2.2, 16 2.5, 32 4.4: so all rows, which
+//         then have the same bits whatever their number. Unmeasured: f16 on units that have it; taken as bf16.
+//   f16   in two bf16, 768 and 2048: 4 rows 0.55 to 0.78, 8 0.73 to 0.94, 12 0.97 to 1.4, 16 1.1 to 1.3, 32 1.5 to 1.9.
+// Of the sum 32 outputs (24 KB) stay in L1 while rows pass by, where each number read is multiplied more than once. bf16 all
+// at once: 1.03 to 1.1 times as fast as 384, and f16 0.85 to 0.94.
+template <int Parts>
+inline constexpr unit_linear linear_on_unit = Parts == 1   ? unit_linear{1, 6, int64_t{1} << 48}
+                                              : Parts == 2 ? unit_linear{12, 3, 192}
+                                                           : unit_linear{48, 2, 128};
 #endif
 inline constexpr int weight_pairs = 1;
 
-MH_INLINE void put_row(uint16_t* a, int64_t row, int64_t k, word_vec x) {
-  x.store_aligned(reinterpret_cast<uint32_t*>(a + row * unit_step + k));
+// 2 x lanes values of a row of A from k on, rows `stride` apart.
+MH_INLINE void put_row(uint16_t* a, int64_t stride, int64_t row, int64_t k, word_vec x) {
+  x.store_aligned(reinterpret_cast<uint32_t*>(a + row * stride + k));
 }
 
 // The pair k of `lanes` neighbouring columns of B, which begins at `b`.
@@ -263,7 +292,7 @@ class matrix_unit {
         int64_t left = size.rows;
         const auto next = [&]<int M>() MH_INLINE_LAMBDA {
           const auto run = [&]<bool Add>()
-                               MH_INLINE_LAMBDA { M > 1 && at.pairs >= 2 ? rows<M, Add, 2>(at) : rows<M, Add, 0>(at); };
+                               MH_INLINE_LAMBDA { M > 3 && at.pairs >= 2 ? rows<M, Add, 2>(at) : rows<M, Add, 0>(at); };
           add ? run.template operator()<true>() : run.template operator()<false>();
           at.a += M * at.row;
           at.c += M * c_stride;
@@ -273,7 +302,9 @@ class matrix_unit {
         while (left == 12 || left >= 20) next.template operator()<12>();
         while (left >= 8) next.template operator()<8>();
         if (left >= 4) next.template operator()<4>();
-        while (left > 0) next.template operator()<1>();
+        if (left == 3) next.template operator()<3>();
+        if (left == 2) next.template operator()<2>();
+        if (left == 1) next.template operator()<1>();
         add = true;
       }
     }
@@ -353,7 +384,7 @@ class matrix_unit {
   MH_INLINE void product(const unit_a& a, const unit_b& b, const unit_terms& terms, const unit_extent& size, float* c,
                          int64_t c_stride, bool add, Meanwhile) const {
     const int64_t steps = steps_of(size.sums);
-    for (int64_t m = 0; m < unit_rows; m += 8) {
+    for (int64_t m = 0; m < size.rows; m += 8) {
       for (int64_t n = 0; n < unit_rows; n += 8) {
         float32x4_t sum[4][4];
 #pragma GCC unroll 16
