@@ -214,7 +214,9 @@ template <class Element>
 void linear<Element>::finish() {
   if (unit_.run == nullptr || std::min(in_, out_) < unit_.least_size) return;
   buffer<uint32_t> packed(unit_.weight_words(out_, in_));
-  if (unit_.pack_weights(weight_.get(), out_, in_, packed.get())) unit_weight_ = std::move(packed);
+  if (!unit_.pack_weights(weight_.get(), out_, in_, packed.get())) return;
+  unit_weight_ = std::move(packed);
+  if (unit_.alone) weight_ = {};
 }
 
 template <class Element>

@@ -87,7 +87,9 @@ struct bf16 {
     memcpy(&f, &u, 4);
     return f;
   }
-  static MH_INLINE vec<float> widen(const uint16_t* p) { return xsimd::bitwise_cast<float>(load_16(p) << 16); }
+  static MH_INLINE vec<float> widen(const uint16_t* p) { return widen(load_16(p)); }
+  // From the low halves of words.
+  static MH_INLINE vec<float> widen(word_vec x) { return xsimd::bitwise_cast<float>(x << 16); }
   static constexpr bool pairs_apart = true;
   static MH_INLINE void widen_pair(const uint16_t* p, vec<float>& even, vec<float>& odd) {
     widen_pair(load(reinterpret_cast<const float*>(p)), even, odd);

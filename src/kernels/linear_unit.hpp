@@ -11,7 +11,7 @@
 //
 // What the unit cannot do is left to linear.hpp, row by row of x, or all where a row of W is such: huge numbers, whose
 // products might overflow, and tiny ones, of which the unit takes much for 0; of f16, whose parts are neither, infinities and
-// NaN.
+// NaN. Where any number of rows is for the unit, rows of x are done here, by multiply-adds, and linear.hpp's W is not kept.
 #pragma once
 
 #include "linear.hpp"
@@ -34,6 +34,7 @@ struct linear_unit_task {
   static constexpr bool of_f32 = sizeof(storage) == sizeof(float);
   static constexpr int64_t no_limit = int64_t{1} << 48;
   static constexpr int64_t unit_depth = linear_on_unit<parts>.depth;
+  static constexpr bool alone = linear_on_unit<parts>.least_rows == 1;
   // And so much of it 128 rows of x (768 KB) in L2 while outputs pass by. 16-bit results have no room for sums so far.
   static constexpr int64_t unit_reach = of_f32 ? 1024 : no_limit;
   static constexpr int64_t w = lanes<float>;
@@ -253,6 +254,35 @@ struct linear_unit_task {
     adding.finish();
   }
 
+  // The rows that are left, with the unit's words of W. Pieces of a sum apart, as linear.hpp has them.
+  __attribute__((noinline)) void multiply_left() const {
+    constexpr int64_t most = 256;
+    for (int64_t column = 0; column < c.columns; column += w) {
+      const int64_t columns = min_of(w, c.columns - column);
+      const auto* const words = static_cast<const uint32_t*>(c.weights) +
+                                column / unit_rows * steps_of(c.in) * unit_block + column % unit_rows;
+      alignas(64) float bias[w] = {}, part[w];
+      widen_row<D>(static_cast<const storage*>(c.bias) + column, 1, columns, bias);
+      for (int64_t row = 0; row < c.rows; ++row) {
+        if (c.left[row] == 0) continue;
+        const storage* const x = static_cast<const storage*>(c.x) + row * c.x_stride;
+        auto all = vec<float>::load_aligned(bias);
+        for (int64_t first = 0; first < c.in; first += most) {
+          vec<float> sum(0.0F);
+          for (int64_t k = first; k < min_of(first + most, c.in); k += 2) {
+            const word_vec pair = word_vec::load_aligned(words + k / 2 * unit_rows);
+            sum = xsimd::fma(vec<float>(D::widen(x[k])), D::widen(pair & word_vec(0xffffU)), sum);
+            if (k + 1 < c.in) sum = xsimd::fma(vec<float>(D::widen(x[k + 1])), D::widen(pair >> 16), sum);
+          }
+          all = all + sum;
+        }
+        all.store_aligned(part);
+        narrow_row<D>(part, columns, static_cast<storage*>(c.y) + row * c.y_stride + column, 1);
+      }
+    }
+    memset(c.left, 0, static_cast<size_t>(c.rows));
+  }
+
   void run() const {
     memset(c.left, 0, static_cast<size_t>(c.rows));
     alignas(64) float sums[(of_f32 ? 2 * unit_rows : most_unit_rows) * unit_rows], bias[unit_rows];
@@ -263,6 +293,11 @@ struct linear_unit_task {
         const int64_t end = min_of(unit_reach, c.in - first) + first;
         for (int64_t k = first; k < end; k += unit_depth) multiply(column / unit_rows, k, bias, sums);
       }
+    }
+    if constexpr (alone) {
+      uint8_t any = 0;
+      for (int64_t row = 0; row < c.rows; ++row) any |= c.left[row];
+      if (any != 0) multiply_left();
     }
   }
 };
@@ -279,7 +314,8 @@ inline constexpr linear_unit_kernels linear_unit = {run_linear_unit<D>,
                                                     linear_unit_task<D>::pack_weights,
                                                     linear_on_unit<linear_unit_task<D>::parts>.least_rows,
                                                     128,
-                                                    linear_on_unit<linear_unit_task<D>::parts>.speed};
+                                                    linear_on_unit<linear_unit_task<D>::parts>.speed,
+                                                    linear_unit_task<D>::alone};
 
 #endif
 
