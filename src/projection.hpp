@@ -4,8 +4,8 @@
 //
 // With one exception: where there is a matrix unit (src/kernels/linear_unit.hpp), batch entries of many rows go there, and
 // weights are packed for it, too. Few rows, which take as long as reading W does, would be slower with the larger
-// numbers of the unit. So bits depend on whether an entry has linear_unit_kernels::least_rows or more. bf16 goes to AMX and
-// VDPBF16PS with any number of rows, and its weights are kept for them alone.
+// numbers of the unit. So bits depend on whether an entry has linear_unit_kernels::least_rows or more. bf16 (and f16 where AMX
+// has it) goes to AMX and VDPBF16PS with any number of rows, and its weights are kept for them alone.
 //
 // Everything is of one dtype, whose elements are floats, doubles or, of 16 bits, uint16_t. Sums of these are kept in floats.
 //

@@ -869,6 +869,8 @@ TEST_CASE("projections") {
       {1, 16, 129, 128},
       {1, 128, 160, 160},
       {1, 129, 256, 192},
+      {1, 5, 384, 128},
+      {1, 40, 385, 129},
   };
   for (const kernel_table* table : chosen.tables) {
     for (const auto& s : shapes) {
@@ -960,7 +962,17 @@ void check_unusual_numbers(const kernel_table& table) {
   }
   for (const double value : {any_size ? -HUGE_VAL : 1e30, HUGE_VAL, std::nan("")}) {
     matrix[static_cast<size_t>(out / 2 * in)] = static_cast<Number>(value);
-    CHECK(!pack().on_unit(rows));
+    const linear<element> unusual = pack();
+    CHECK(!unusual.on_unit(rows));
+    const std::vector<Number> without = multiplied(unusual, 0, 3);
+    bool close = true;
+    for (int64_t i = 0; i < 3 * out; ++i) {
+      const double got = static_cast<double>(without[static_cast<size_t>(i)]),
+                   want = static_cast<double>(before[static_cast<size_t>(i)]);
+      close =
+          close && (i % out == out / 2 || std::fabs(got - want) <= 3 * rounding_of<Number> * std::fabs(want) + 1e-3);
+    }
+    CHECK(close);
   }
   std::fill(matrix.begin(), matrix.end(), static_cast<Number>(0.0));
   CHECK(pack().on_unit(rows));
@@ -972,8 +984,8 @@ void check_unusual_numbers(const kernel_table& table) {
   CHECK(pack().on_unit(rows));
 }
 
-// Left rows one after the other, more than are widened at a time, in few and in many columns, and the tiniest numbers: results
-// are those of double, wherever they come from.
+// Left rows one after the other, more than are widened at a time, in few and in many columns, and the tiniest numbers, huge
+// ones, infinities and NaN: results are those of double, wherever they come from.
 template <class Number>
 void check_left_rows(const kernel_table& table, int64_t in, double tiny) {
   constexpr int64_t rows = 100, out = 130;
@@ -991,8 +1003,13 @@ void check_left_rows(const kernel_table& table, int64_t in, double tiny) {
       some = static_cast<Number>(static_cast<double>(some) * tiny);
     }
   }
+  const double others[] = {HUGE_VAL, NAN, -HUGE_VAL, 1e30};
+  for (int64_t i = 0; i < 4; ++i) x[static_cast<size_t>((91 + 2 * i) * in + i)] = static_cast<Number>(others[i]);
+  std::vector<Number> bias(static_cast<size_t>(out));
+  for (Number& some : bias) some = static_cast<Number>(random.normal() * tiny);
   linear<element> packed(table, dtype_of<Number>, out, in);
   for (int64_t j = 0; j < out; ++j) packed.set_row(j, elements(&matrix[static_cast<size_t>(j * in)]), 1);
+  packed.set_bias(elements(bias.data()));
   packed.finish();
   std::vector<Number> y(static_cast<size_t>(rows * out));
   const product<element> p = {&packed,          1, rows, elements(x.data()), {rows * in, in}, elements(y.data()),
@@ -1004,7 +1021,7 @@ void check_left_rows(const kernel_table& table, int64_t in, double tiny) {
   bool good = true;
   for (int64_t row = 0; row < rows; ++row) {
     for (int64_t j = 0; j < out; ++j) {
-      double want = 0, size = 0;
+      double want = static_cast<double>(bias[static_cast<size_t>(j)]), size = std::fabs(want);
       for (int64_t k = 0; k < in; ++k) {
         const double term = static_cast<double>(x[static_cast<size_t>(row * in + k)]) *
                             static_cast<double>(matrix[static_cast<size_t>(j * in + k)]);
@@ -1014,7 +1031,9 @@ void check_left_rows(const kernel_table& table, int64_t in, double tiny) {
       const double got = static_cast<double>(y[static_cast<size_t>(row * out + j)]);
       // The smallest denormal number of the type, of f16 2^-24, is as near as it may come.
       const double bound = 3e-6 * size + 1.001 * rounding_of<Number> * std::fabs(want) + (tiny > 1e-10 ? 0x1p-25 : 0);
-      good = good && std::fabs(got - want) <= bound;
+      good = good && (std::isfinite(want) ? std::fabs(got - want) <= bound
+                      : std::isnan(want)  ? std::isnan(got)
+                                          : got == want);
     }
   }
   CHECK(good);

@@ -801,7 +801,7 @@ TEST_CASE("no output projection, any strides") {
   CHECK(out.values() == f.out);
 }
 
-// Embeddings of 128 and more numbers go to the matrix unit where there is one, of f32 48 rows, of f16 12, of bf16 all.
+// Embeddings of 128 and more numbers go to the matrix unit where there is one, of f32 48 rows, of f16 12, of bf16 all or 8.
 TEST_CASE_TEMPLATE("same bits for any number of threads", Number, float, double, bf16, f16) {
   const struct {
     int64_t q_len, embed;

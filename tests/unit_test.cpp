@@ -115,7 +115,7 @@ void check_products(uint16_t (*narrow)(float)) {
   // Both in [part][line][values of the sum], small integers: results are exact. Columns and weights are two ways to
   // bring the same to B.
   std::mt19937 random(11);
-  aligned<uint16_t> a(3 * part), b(3 * part), a_packed(3 * part);
+  aligned<uint16_t> a(3 * part), b(3 * part), a_packed(3 * part), a_rows(3 * part);
   aligned<uint32_t> columns(3 * part / 2), weights(3 * part / 2);
   const auto small = [&] { return narrow(static_cast<float>(static_cast<int>(random() % 15) - 7)); };
   for (int64_t i = 0; i < 3 * part; ++i) {
@@ -130,6 +130,7 @@ void check_products(uint16_t (*narrow)(float)) {
       for (int64_t row = 0; row < rows; ++row) {
         put_row(&a_packed[i * part + k / unit_step * rows * unit_step], unit_step, row, k % unit_step,
                 pairs_at(&a[i * part + row * sums + k]));
+        if (unit_takes_memory) put_row(&a_rows[i * part], sums, row, k, pairs_at(&a[i * part + row * sums + k]));
       }
       for (int64_t column = 0; column < rows; column += w) {
         word_vec x[w][1];
@@ -163,7 +164,7 @@ void check_products(uint16_t (*narrow)(float)) {
   }
   std::vector<unit_a> ways;
   if (!unit_takes_columns) ways.push_back({a_packed.get(), part, rows * unit_step, unit_step});
-  if (unit_takes_memory) ways.push_back({a.get(), part, unit_step, sums});
+  if (unit_takes_memory) ways.push_back({a_rows.get(), part, unit_step, sums});
   if (unit_takes_columns) ways.push_back({a_columns.get(), part, rows * unit_step, 2, 2 * rows});
   for (const unit_terms& terms : {unit_terms{1, {1}}, unit_terms{1, {2}}, unit_terms{2, {2, 1}}, unit_terms{2, {2, 2}},
                                   unit_terms{3, {3, 2, 1}}}) {

@@ -183,7 +183,7 @@ struct linear_unit_kernels {
   bool (*pack_weights)(const void* panels, int64_t out, int64_t in, uint32_t* to);
   int64_t least_rows, least_size;  // of an entry, of inputs and outputs: below, one entry is as fast with linear_fn
   int32_t speed;                   // about how many times as fast as linear_fn
-  bool alone;                      // linear_fn is not needed: any number of rows is for the unit, and none is left
+  bool alone;                      // any number of rows is for the unit, none is left: linear_fn is for W that is not
 };
 
 // What a core can do at most, for profiles: `turns` turns of a loop of independent multiply-adds on the unit that the

@@ -125,20 +125,19 @@ inline constexpr int unit_parts =
 #else
 inline constexpr int unit_parts = 3;
 #endif
-// By the parts of a number (of three: plan.cpp). On one thread, head_dim
-// 64, its speed beside the tile route's: bf16 10 x 10 0.5, 32 x 16 0.85, 16 x 64 1.1, 32 x 32 1.25, 64 x 64 1.6; f16 in
-// two parts 32 x 32 0.84, 16 x 1024 0.8, 32 x 64 1.0, 32 x 256 1.1; f32 in three 64 x 64 0.9, 64 x 512 1.0, 128 x 128
-// 1.13. Beside the decode route's, bf16: 8 rows x 64 keys 0.7, x 512 0.94, 10 rows 0.93 and 1.2, 12 rows 1.02 and 1.3.
 #if defined(__AVX512BF16__)
 // On Zen 5, 8 heads of 16, 32, 64 and 128, 32 to 256 keys: 16 rows 0.77 to 1.25, 20 rows 1.06 to 1.76, but 16 keys 0.67 to 0.92.
 template <int Parts>
 inline constexpr unit_size unit_least = {17, 32};
-// Beside FMA where one VDPBF16PS takes the time of one FMA (tried with FMAs in its place): whole layers of 768 and 2048, 128 to
-// 1024 rows 1.7 to 2.2 times as fast, 8 to 64 rows 1.3 to 2.1, 4 rows 1.2, one row 0.97 to 1.08. So all rows, which then have
-// the same bits whatever their number. Pieces of 24 KB, for an L1 of 32; of 256 values to all of the sum 0.95 to 1.05.
+// Where VDPBF16PS takes the time of an FMA one row is as fast as with FMAs, and more are faster (docs/performance.md). So all
+// rows, which then have the same bits whatever their number. Pieces of 24 KB, for an L1 of 32.
 template <int Parts>
 inline constexpr unit_linear linear_on_unit = {1, 2, 384};
 #else
+// By the parts of a number (of three: plan.cpp). AMX on one thread, head_dim 64, its speed beside the tile route's: bf16
+// 10 x 10 0.5, 32 x 16 0.85, 16 x 64 1.1, 32 x 32 1.25, 64 x 64 1.6; f16 in two parts 32 x 32 0.84, 16 x 1024 0.8, 32 x 64
+// 1.0, 32 x 256 1.1; f32 in three 64 x 64 0.9, 64 x 512 1.0, 128 x 128 1.13. Beside the decode route's, bf16: 8 rows x 64
+// keys 0.7, x 512 0.94, 10 rows 0.93 and 1.2, 12 rows 1.02 and 1.3.
 template <int Parts>
 inline constexpr unit_size unit_least = Parts == 1   ? unit_size{11, 32}
                                         : Parts == 2 ? unit_size{32, 64}
