@@ -52,7 +52,8 @@ class MultiHeadAttention:
     """Multi-head attention with its projections: concat(heads) w_o^T + b_o, head = attention(x_q w_q^T + b_q, ...).
 
     The weights are packed once, here; the arrays are not needed afterwards. (With AMX those of 128 x 128 and more are
-    kept twice in float32 and float16, in 2.5 and 3 times their size.) A layer is immutable and can be called from any number of threads at once.
+    kept twice in float32 and float16, in 2.5 and 3 times their size.) A layer is immutable and can be called from any
+    number of threads at once.
     In float16 and bfloat16 sums are of float32; what is projected, the heads' results and out are rounded.
 
     Args:
