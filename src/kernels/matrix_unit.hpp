@@ -59,11 +59,11 @@ struct unit_size {
 };
 
 // The same for the layer's products (linear_unit.hpp): rows of an entry. How many times as fast as FMA it is there, about; and
-// how much of the sum is multiplied at a time.
+// how much of the sum is multiplied at a time, at most.
 struct unit_linear {
   int64_t least_rows;
   int32_t speed;
-  int64_t depth;
+  int64_t most_depth;
 };
 
 #if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
@@ -149,10 +149,9 @@ inline constexpr unit_size unit_least = Parts == 1   ? unit_size{11, 32}
 //   bf16  whole layers of 768, 2048 and 4096, one row 0.83 to 0.99 and 1.3, 4 rows 1.0, 8 1.4 to 2.2, 16 2.5, 32 4.4: so all rows, which
 //         then have the same bits whatever their number. Unmeasured: f16 on units that have it; taken as bf16.
 //   f16   in two bf16, 768 and 2048: 4 rows 0.55 to 0.78, 8 0.73 to 0.94, 12 0.97 to 1.4, 16 1.1 to 1.3, 32 1.5 to 1.9.
-// Of the sum 32 outputs (24 KB) stay in L1 while rows pass by, where each number read is multiplied more than once. bf16 all
-// at once: 1.03 to 1.1 times as fast as 384, and f16 0.85 to 0.94.
+// Of the sum 32 outputs (24 to 32 KB) stay in L1 while rows pass by.
 template <int Parts>
-inline constexpr unit_linear linear_on_unit = Parts == 1   ? unit_linear{1, 6, int64_t{1} << 48}
+inline constexpr unit_linear linear_on_unit = Parts == 1   ? unit_linear{1, 6, 512}
                                               : Parts == 2 ? unit_linear{12, 3, 192}
                                                            : unit_linear{48, 2, 128};
 #endif
@@ -205,8 +204,9 @@ class matrix_unit {
   matrix_unit& operator=(const matrix_unit&) = delete;
 
   // c (rows x 32, c_stride apart) = A B, or += where `add`. meanwhile() is called once for each 64 cycles of the unit's work:
-  // other work, of vectors, that the product need not wait for.
-  template <class Format, class Meanwhile>
+  // other work, of vectors, that the product need not wait for. Once: A is read once, B again and again; lines of A, which come
+  // from L2, then leave those of B in L1.
+  template <class Format, bool Once = false, class Meanwhile>
   MH_INLINE void product(const unit_a& a, const unit_b& b, const unit_terms& terms, const unit_extent& size, float* c,
                          int64_t c_stride, bool add, Meanwhile meanwhile) const {
     const int64_t steps = steps_of(size.sums);
@@ -230,8 +230,13 @@ class matrix_unit {
     for (int i = 0; i < terms.a_parts; ++i) {
       for (int64_t step = 0; step < steps; ++step) {
         const uint16_t* at = a.base + i * a.part + step * a.step;
-        _tile_loadd(4, at, row);
-        if (both) _tile_loadd(5, at + 16 * a.row, row);
+        if constexpr (Once) {
+          _tile_stream_loadd(4, at, row);
+          if (both) _tile_stream_loadd(5, at + 16 * a.row, row);
+        } else {
+          _tile_loadd(4, at, row);
+          if (both) _tile_loadd(5, at + 16 * a.row, row);
+        }
         for (int j = 0; j < terms.b_parts[i]; ++j) {
           const uint32_t* bt = b.base + j * b.part + step * b.step;
           _tile_loadd(6, bt, 128);
@@ -276,7 +281,7 @@ class matrix_unit {
 
   // c (rows x 32, c_stride apart) = A B, or += where `add`.
   // meanwhile() is called between stretches of rows.
-  template <class Format, class Meanwhile>
+  template <class Format, bool Once = false, class Meanwhile>
   MH_INLINE void product(const unit_a& a, const unit_b& b, const unit_terms& terms, const unit_extent& size, float* c,
                          int64_t c_stride, bool add, Meanwhile meanwhile) const {
     for (int i = 0; i < terms.a_parts; ++i) {
@@ -379,7 +384,7 @@ class matrix_unit {
   static constexpr int turn_lines = 0;  // it takes no turns
 
   // c (rows x 32, c_stride apart) = A B, or += where `add`.
-  template <class Format, class Meanwhile>
+  template <class Format, bool Once = false, class Meanwhile>
   MH_INLINE void product(const unit_a& a, const unit_b& b, const unit_terms& terms, const unit_extent& size, float* c,
                          int64_t c_stride, bool add, Meanwhile) const {
     const int64_t steps = steps_of(size.sums);
@@ -434,7 +439,7 @@ class matrix_unit {
  public:
   static constexpr int turn_lines = 4;
 
-  template <class Format, class Meanwhile>
+  template <class Format, bool Once = false, class Meanwhile>
   void product(const unit_a& a, const unit_b& b, const unit_terms& terms, const unit_extent& size, float* c,
                int64_t c_stride, bool add, Meanwhile meanwhile) const {
     for (int64_t m = 0; m < size.rows; ++m) {
