@@ -34,7 +34,7 @@ struct linear_unit_task {
   static constexpr bool of_f32 = sizeof(storage) == sizeof(float);
   static constexpr int64_t no_limit = int64_t{1} << 48;
   static constexpr bool alone = linear_on_unit<parts>.least_rows == 1;
-  // And so much of it 128 rows of x (768 KB) in L2 while outputs pass by. 16-bit results have no room for sums so far.
+  // So much of the sum of 128 rows of x (768 KB) stays in L2 while outputs pass by. 16-bit results have no room for sums so far.
   static constexpr int64_t unit_reach = of_f32 ? 1024 : no_limit;
   static constexpr int64_t w = lanes<float>;
   static constexpr unit_terms terms = number::scores(false);
