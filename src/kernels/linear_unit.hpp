@@ -34,6 +34,7 @@ struct linear_unit_task {
   static constexpr bool of_f32 = sizeof(storage) == sizeof(float);
   static constexpr int64_t no_limit = int64_t{1} << 48;
   static constexpr bool alone = linear_on_unit<parts>.least_rows == 1;
+  static_assert(!alone || (parts == 1 && weight_pairs == 1), "multiply_left reads single words of one part");
   // So much of the sum of 128 rows of x (768 KB) stays in L2 while outputs pass by. 16-bit results have no room for sums so far.
   static constexpr int64_t unit_reach = of_f32 ? 1024 : no_limit;
   static constexpr int64_t w = lanes<float>;
@@ -283,7 +284,6 @@ struct linear_unit_task {
     multiply_left(rows);
   }
   __attribute__((noinline)) void multiply_left(const int64_t (&rows)[left_at_once]) const {
-    static_assert(weight_pairs == 1, "a word of B beside that of the next column");
     constexpr int vectors = static_cast<int>(unit_rows / w);
     constexpr int64_t most = 256;
     alignas(64) float all[left_at_once][unit_rows], bias[unit_rows];
