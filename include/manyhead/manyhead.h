@@ -445,8 +445,8 @@ typedef struct mh_mha mh_mha;
  * does not depend, to the bit, on the other rows of the call, on the batch, or on threads; with AMX, calls of 48 rows an
  * entry or more in f32 and 12 in f16 may differ from shorter ones in the last bits, and with BFMMLA calls of 8 in bf16.
  * There weights of 128 x 128 and more are kept twice: in 2.5 times their size in f32, 3 in f16, 2 in bf16. bf16 with AMX or
- * VDPBF16PS, and f16 where AMX has it, need neither. In 16 bits sums are of floats, and what is projected, the heads' results and out are rounded: to infinities in
- * f16 from 65520 on. A bad MH_ISA is reported here, as by mh_plan_create. */
+ * VDPBF16PS, and f16 where AMX has it, need neither. In 16 bits sums are of floats, and what is projected, the heads'
+ * results and out are rounded: to infinities in f16 from 65520 on. A bad MH_ISA is reported here, as by mh_plan_create. */
 MH_API mh_status mh_mha_create(const mh_mha_weights* weights, mh_mha** mha);
 MH_API void mh_mha_destroy(mh_mha* mha);
 

@@ -1,6 +1,6 @@
-// The projections of linear.hpp on a matrix unit, for many rows, of bf16 for nearly all: x and W in the unit's parts (unit_number.hpp), W
-// once, when the layer is made, x once a task, for all of the task's outputs. Six products of bf16 for one of f32 take AMX
-// little more than half as long as FMAs take that one, and errors are half as large.
+// The projections of linear.hpp on a matrix unit, for many rows, of bf16 for nearly all: x and W in the unit's parts
+// (unit_number.hpp), W once, when the layer is made, x once a task, for all of the task's outputs. Six products of bf16 for
+// one of f32 take AMX little more than half as long as FMAs take that one, and errors are half as large.
 //
 // A = x, by rows; B = W^T, in stretches of 32 outputs; C = y, where it is wanted. The sum of an output runs along `in` in
 // order, in pieces of `depth`: its bits depend on its row of x, its row of W and b alone, whatever is computed beside it.
@@ -149,11 +149,12 @@ struct linear_unit_task {
   const int64_t x_row = unit_takes_columns ? x_steps * unit_step : unit_step;
   const int64_t x_step = unit_takes_columns ? unit_step : parts * block;
   const int64_t x_part = unit_takes_columns ? x_steps * block : block;
-  // Pieces of the sum, all alike, or nearly: of 512 in bf16 one is 1.06 times as fast as 384 and 128, and of 1024 two as 384, 384
-  // and 256.
+  // Pieces of the sum, all alike, or nearly: in bf16 one of 512 is 1.06 times as fast as 384 and 128, and two of 512 as 384, 384
+  // and 256. Of f32 unit_reach is to be a multiple.
   const int64_t depth = [&] {
     constexpr int64_t most = linear_on_unit<parts>.most_depth;
-    if (of_f32) return most;  // of which unit_reach is a multiple
+    static_assert(!of_f32 || unit_reach % most == 0, "a piece crosses the end of what is packed of x");
+    if (of_f32) return most;
     const int64_t steps = steps_of(c.in), pieces = (steps * unit_step + most - 1) / most;
     return (steps + pieces - 1) / pieces * unit_step;
   }();
