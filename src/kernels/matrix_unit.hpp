@@ -129,10 +129,11 @@ inline constexpr int unit_parts = 3;
 // On Zen 5, 8 heads of 16, 32, 64 and 128, 32 to 256 keys: 16 rows 0.77 to 1.25, 20 rows 1.06 to 1.76, but 16 keys 0.67 to 0.92.
 template <int Parts>
 inline constexpr unit_size unit_least = {17, 32};
-// Where VDPBF16PS takes the time of an FMA one row is as fast as with FMAs, and more are faster (docs/performance.md). So all
-// rows, which then have the same bits whatever their number. Pieces of 24 KB, for an L1 of 32.
+// On Zen 4 one row is 0.93 to 1.36 times as fast as with FMAs, and more are 1.3 to 2.6 times as fast (docs/performance-other-cpus.md). So all
+// rows, which then have the same bits whatever their number. Of the sum all at once: pieces of 24 KB, for an L1 of 32, 0.8 to 1.0, with
+// 768 numbers and more than 4 rows 0.8 to 0.98.
 template <int Parts>
-inline constexpr unit_linear linear_on_unit = {1, 2, 384};
+inline constexpr unit_linear linear_on_unit = {1, 2, 4096};
 #else
 // By the parts of a number (of three: plan.cpp). AMX on one thread, head_dim 64, its speed beside the tile route's: bf16
 // 10 x 10 0.5, 32 x 16 0.85, 16 x 64 1.1, 32 x 32 1.25, 64 x 64 1.6; f16 in two parts 32 x 32 0.84, 16 x 1024 0.8, 32 x 64
@@ -293,22 +294,14 @@ class matrix_unit {
                    (size.sums + 1) / 2,
                    c,
                    c_stride};
-        int64_t left = size.rows;
-        const auto next = [&]<int M>() MH_INLINE_LAMBDA {
-          const auto run = [&]<bool Add>()
-                               MH_INLINE_LAMBDA { M > 3 && at.pairs >= 2 ? rows<M, Add, 2>(at) : rows<M, Add, 0>(at); };
-          add ? run.template operator()<true>() : run.template operator()<false>();
-          at.a += M * at.row;
-          at.c += M * c_stride;
-          left -= M;
-          meanwhile();
-        };
-        while (left == 12 || left >= 20) next.template operator()<12>();
-        while (left >= 8) next.template operator()<8>();
-        if (left >= 4) next.template operator()<4>();
-        if (left == 3) next.template operator()<3>();
-        if (left == 2) next.template operator()<2>();
-        if (left == 1) next.template operator()<1>();
+        const rows_fn* const of_rows = rows_of[add][at.pairs >= 2];
+        for (int64_t left = size.rows; left > 0; meanwhile()) {
+          const int64_t count = at_once(left);
+          of_rows[count](at);
+          at.a += count * at.row;
+          at.c += count * c_stride;
+          left -= count;
+        }
         add = true;
       }
     }
@@ -324,6 +317,11 @@ class matrix_unit {
     float* c;
     int64_t c_row;
   };
+
+  // Of so many that are left: shared out, as few rows wait for their sums.
+  static MH_INLINE int64_t at_once(int64_t left) {
+    return left <= most_rows ? left : left >= 2 * most_rows ? most_rows : (left + 1) / 2;
+  }
 
   // The first M of them. The `Last` pairs go row by row, each row stored before the next one is multiplied: with 24 stores
   // after all of them Zen 4 multiplied nothing for the 48 cycles that they take, of 400 or 800.
@@ -348,7 +346,8 @@ class matrix_unit {
       sum[m][1] = _mm512_dpbf16_ps(sum[m][1], both, right);
     };
     for (int64_t n = of.pairs - Last; n > 0; --n) {
-      const __m512bh left = of_b(0), right = of_b(1);
+      __m512bh left = of_b(0), right = of_b(1);
+      asm("" : "+v"(left), "+v"(right));  // else g++ 12 loads them for each of three rows
 #pragma GCC unroll 12
       for (int m = 0; m < M; ++m) times(m, 0, left, right);
       a += pair;
@@ -375,6 +374,25 @@ class matrix_unit {
   static MH_INLINE void put(float* c, __m512 x, bool add) {
     _mm512_store_ps(c, add ? _mm512_add_ps(_mm512_load_ps(c), x) : x);
   }
+
+  static constexpr int most_rows = 12;
+  using rows_fn = void (*)(const stretch&);
+  template <bool Add, int Last>
+  static constexpr rows_fn up_to_most[most_rows + 1] = {nullptr,
+                                                        rows<1, Add, 0>,
+                                                        rows<2, Add, 0>,
+                                                        rows<3, Add, 0>,
+                                                        rows<4, Add, Last>,
+                                                        rows<5, Add, Last>,
+                                                        rows<6, Add, Last>,
+                                                        rows<7, Add, Last>,
+                                                        rows<8, Add, Last>,
+                                                        rows<9, Add, Last>,
+                                                        rows<10, Add, Last>,
+                                                        rows<11, Add, Last>,
+                                                        rows<12, Add, Last>};
+  static constexpr const rows_fn* rows_of[2][2] = {{up_to_most<false, 0>, up_to_most<false, 2>},
+                                                   {up_to_most<true, 0>, up_to_most<true, 2>}};
 };
 
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
