@@ -39,6 +39,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <optional>
 
 #include "blocks.hpp"
@@ -127,23 +128,45 @@ bool goes_to_unit(const problem& p, const dtype_kernels& kernels, double pairs_o
 // rows 0.41 to 0.77, 12 and 16 rows 0.47 to 0.73, 20 rows 0.7 to 1.0, 24 rows 0.82 to 1.12, 28 rows 0.88 to 1.13; 16 keys 0.85 to
 // 1.15, 24 keys 0.71 to 0.98. From L3, 3 rows 0.8, 4 rows 0.94 to 0.97, 6 rows 0.66. Heads of 256 from L3: 3 rows 1.06, 4 rows
 // 1.15 to 1.27, 6 rows 0.87, 12 rows 0.94, 20 rows 1.08. f16 on a unit that has it: unmeasured, taken as bf16.
+//
+// By pairs (decode_pairs.hpp) on Zen 4, heads of 32 to 256, one thread, speed beside multiply-adds: 16 to 512 keys in cache 1 row
+// 1.0 to 1.25, 2 rows 1.1 to 1.4, 4 rows 1.15 to 1.6, 8 rows 1.2 to 1.8, 16 rows 0.91 to 1.8; 8 keys 0.93 to 1.15 up to 8 rows, 12 and 16
+// rows of heads of 32 and 64 0.7 to 0.95. Beside the matrix route, 32 to 4096 keys: 17 rows 1.36 to 1.72, 24 rows 1.19 to 1.28, 28 rows
+// 1.02 to 1.08, 32 rows 0.91 to 0.98. From memory 3 rows and more 1.0 to 1.8, but 1 and 2 rows 0.8 to 1.0, from L3 1.05 to 1.2: lines
+// asked for come too late then (docs/experiments.md).
+bool steps_by_pairs(const problem& p) {
+  constexpr int64_t most_rows = 28, most_rows_of_few_keys = 8, few_keys = 16;
+  return p.group() * p.q_len <= (p.kv_len < few_keys ? most_rows_of_few_keys : most_rows);
+}
+
+// So one and two rows do so up to half of the 32 MB of L3 that such CPUs have. The kernel asks how many keys an entry has in use: bits may
+// depend neither on the batch nor on how far its entries are padded.
+int64_t most_keys_on_unit(const problem& p, const dtype_kernels& kernels) {
+  constexpr int64_t most_bytes = 16 << 20;
+  if (kernels.unit_steps != steps_of_pairs || p.group() * p.q_len > 2) return std::numeric_limits<int64_t>::max();
+  return most_bytes / (p.kv_heads * (p.head_dim + p.v_dim) * dtype_bytes(p.dtype));
+}
+
 bool steps_on_unit(const problem& p, const dtype_kernels& kernels) {
+  if (p.head_dim % 32 != 0 || p.v_dim % 32 != 0 || !unit_takes_scores(p)) return false;
+  if (kernels.unit_steps == steps_of_pairs) return steps_by_pairs(p);
   const int64_t rows = p.group() * p.q_len;
   const bool large = p.head_dim + p.v_dim > 256;
-  return kernels.unit_steps != 0 && rows >= (large ? 6 : 3) && rows <= (large ? 16 : 24) &&
-         p.kv_len >= kernels.matrix_keys && p.head_dim % 32 == 0 && p.v_dim % 32 == 0 && unit_takes_scores(p);
+  return kernels.unit_steps == steps_of_tiles && rows >= (large ? 6 : 3) && rows <= (large ? 16 : 24) &&
+         p.kv_len >= kernels.matrix_keys;
 }
 
 // Keys of a tile of the decode route, by rows. Scores, softmax and values of one or two rows of 64 keys are so short that each
 // waits for the one before; twice to four times as many keys are worth it as long as a tile of K or V is no larger than
 // the smallest L2 (in 16 bits, asked for into L1, than half of the smallest L1). f32, 256 keys: Zen 5 with AVX-512 1.06 to
 // 1.09 times as fast (512 keys 1.12), Zen 4 1.0 to 1.04 (512 the same), where nothing is asked for 1.05 to 1.1; AVX2 1.03
-// to 1.05. bf16, heads of 64, 128 keys: Zen 5 1.02 to 1.28. Three rows and more: 0.70 to 1.02.
-int64_t decode_keys(const problem& p, int64_t rows) {
+// to 1.05. bf16, heads of 64, 128 keys: Zen 5 1.02 to 1.28. Three rows and more: 0.70 to 1.02. By pairs, which take less time,
+// Zen 4 64 KB instead of 16 1.03 to 1.1.
+int64_t decode_keys(const problem& p, int64_t rows, bool by_pairs) {
   int64_t keys = keys_of_tile[route_decode];
   if (rows > 2) return keys;
   const int64_t size = dtype_bytes(p.dtype), row_bytes = std::max(p.head_dim, p.v_dim) * size;
-  const int64_t most_bytes = size == 2 ? 16 << 10 : 256 << 10;
+  const int64_t most_bytes = size == 4 || size == 8 ? 256 << 10 : by_pairs ? 64 << 10 : 16 << 10;
   while (2 * keys <= most_tile_keys && 2 * keys * row_bytes <= most_bytes) keys *= 2;
   return keys;
 }
@@ -266,8 +289,8 @@ bool adds_rows(cpu_core core, const plan& plan) {
 int64_t heads_of_task(const plan& plan, bool in_l2, int64_t l2_bytes) {
   constexpr int64_t l1_bytes = 32 << 10;
   const problem& p = plan.p;
-  // The unit takes more than 16 rows in two blocks of the same size (decode_unit.hpp: unit_blocks).
-  const int64_t taken = plan.unit_steps && plan.block_q > 16 ? round_up(plan.block_q, 2) : plan.block_q;
+  const int64_t taken =
+      rows_on_unit(plan.unit_steps ? plan.table->dtype[p.dtype].unit_steps : no_unit_steps, plan.block_q);
   if (plan.turns) return std::clamp<int64_t>(most_rows_at_once / taken, 1, plan.entry_heads);
   const int64_t tile_bytes = std::min(p.kv_len, plan.block_kv) * (p.head_dim + p.v_dim) * dtype_bytes(p.dtype);
   const int64_t room = in_l2 ? l2_bytes / 2 : p.kv_len <= plan.block_kv ? l1_bytes : 0;
@@ -302,16 +325,24 @@ bool needs_copy(const problem& p, route kernel, int64_t lanes) {
 // 577 1.05 to 1.07. They were even at 8, 12 and 14 rows of heads of 32, 64 and 128, on AVX2 at 4, 6 and 7. Elsewhere, where
 // a second vector costs less (two of 16 lanes are multiplied a cycle, or a unit of tiles), it is unmeasured: fewer rows, and
 // none of vectors of 4 and 2.
+// By pairs (steps_by_pairs), Zen 4, bf16, 33 to 155 tokens, heads of 64 and 128: 1 row 0.98 to 1.01 times as fast as by multiply-adds, 5 to 13
+// 1.02 to 1.23, and beside the unit's panels 17 rows 1.07 to 1.17, 23 1.02 to 1.05, 27 0.94 to 0.99.
+bool last_by_pairs(const plan& plan) {
+  return plan.kernel == route_matrix && plan.p.head_dim % 32 == 0 && plan.p.v_dim % 32 == 0 &&
+         plan.table->dtype[plan.p.dtype].unit_steps == steps_of_pairs;
+}
 int64_t last_rows_of(const plan& plan, int64_t lanes, cpu_core core) {
   const problem& p = plan.p;
   const bool matrix = plan.kernel == route_matrix;
   const int64_t grain = matrix ? matrix_rows : lanes, rows = p.group() * p.q_len;
   // Not by strides, on which no bit of a result depends.
   if (plan.kernel == route_decode || plan.second_pass || shorter_than(p, lanes) || rows < grain || lanes <= 4) return 0;
+  const int64_t last = rows % grain;
+  constexpr int64_t most_by_pairs = 24;
+  if (last_by_pairs(plan)) return last <= most_by_pairs ? last : 0;
   const bool measured = core == cpu_core::zen4 || plan.table->lanes == 8;
   double most = (measured ? 0.75 : 0.5) * even_rows(p, lanes);
   if (matrix && !measured) most = std::min(most, plan.table->dtype[p.dtype].matrix_rows / 3.0);
-  const int64_t last = rows % grain;
   return static_cast<double>(last) <= most ? last : 0;
 }
 
@@ -430,6 +461,7 @@ kernel_call make_call(const plan& plan, const problem& p) {
   c.asks_l1 = plan.asks_l1;
   c.turns = plan.turns;
   c.unit_steps = plan.unit_steps;
+  c.unit_keys = most_keys_on_unit(plan.p, plan.table->dtype[p.dtype]);
   c.row_blocks = plan.second_row_blocks;
   return c;
 }
@@ -438,7 +470,9 @@ kernel_call make_call(const plan& plan, const problem& p) {
 
 kernel_call last_call(const plan& plan, const kernel_call& of_panels) {
   kernel_call c = of_panels;
-  c.block_kv = decode_keys(plan.p, plan.last_rows);
+  c.unit_steps = last_by_pairs(plan);
+  c.unit_keys = std::numeric_limits<int64_t>::max();
+  c.block_kv = decode_keys(plan.p, plan.last_rows, c.unit_steps != 0);
   c.copy_kv = needs_copy(plan.p, route_decode, plan.lanes());
   return c;
 }
@@ -466,8 +500,9 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cp
                 : has_unit && goes_to_unit(p, kernels, pairs) ? route_matrix
                 : goes_to_decode(p, lanes)                    ? route_decode
                                                               : route_tile;
-  plan.block_kv = plan.unit_steps               ? keys_of_unit_step
-                  : plan.kernel == route_decode ? decode_keys(p, rows)
+  const bool by_tiles = plan.unit_steps && kernels.unit_steps == steps_of_tiles;
+  plan.block_kv = by_tiles                      ? keys_of_unit_step
+                  : plan.kernel == route_decode ? decode_keys(p, rows, plan.unit_steps)
                                                 : keys_of_tile[plan.kernel];
   plan.copy_kv = needs_copy(p, plan.kernel, lanes);
   plan.last_rows = last_rows_of(plan, lanes, core);

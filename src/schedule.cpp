@@ -77,6 +77,8 @@ task_cut cut_for(const plan& plan, int64_t workers) {
   const int64_t all_panels = c.heads * blocks(rows, panel) * plan.chunks;
   const int64_t block_panels = blocks(plan.block_q, panel);
   const auto cut = [&](int64_t most) {
+    // Rows that a step works on together decide the order of their sums (decode_pairs.hpp).
+    if (plan.unit_steps) most = block_panels;
     c.piece_rows = panel * blocks(block_panels, blocks(block_panels, std::clamp<int64_t>(most, 1, block_panels)));
     c.block_pieces = pieces_of(plan.block_q, c.piece_rows);
     c.last_pieces = pieces_of(rows - (plan.row_blocks - 1) * plan.block_q, c.piece_rows);

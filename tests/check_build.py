@@ -72,9 +72,11 @@ def check_objects(nm: str, archive: str) -> list[str]:
 TILE_ROWS = {"avx512": {3: 8, 2: 12, 1: 16}, "avx2": {2: 6, 1: 8}}
 TILE_ROWS["neon"] = TILE_ROWS["avx512"]
 # Instructions of the unit in the innermost loops of its products (src/kernels/matrix_unit.hpp): BFMMLA for 8 x 8
-# results, VDPBF16PS for 12, 8, 4, 3, 2 and 1 rows of two vectors.
+# results, VDPBF16PS for 1 to 12 rows of two vectors; and of steps by pairs (src/kernels/decode.hpp: score_pairs, 8 keys
+# and 4 of 1 to 8 rows; add_values, 1 to 4 rows of 1 to 4 pairs of vectors).
 UNIT_INSTRUCTIONS = ("bfmmla", "vdpbf16ps")
-UNIT_LOOPS = {"neon_bf16": {16}, "avx512_bf16": {24, 16, 8, 6, 4, 2}}
+UNIT_LOOPS = {"neon_bf16": {16}, "avx512_bf16": set(range(2, 25, 2))}
+PAIR_LOOPS = {"avx512_bf16": {2, 4, 6, 8, 12, 16, 32, 64}}
 SUMS = "vaddvq"  # of a vector's lanes: once a row
 ADD_SIGNED = "3"  # the mode of the rare second try of a panel: its masks do not all fit into registers, and need not
 JUMP = re.compile(r"j\w+|b(\.\w+)?|cbn?z|tbn?z")
@@ -137,17 +139,20 @@ def frame_of(body: list[Instruction]) -> str:
 
 
 def check_unit_loops(isa: str, functions: dict[str, list[Instruction]]) -> list[str]:
-    wrong, seen = [], set()
+    wrong: list[str] = []
+    seen: dict[bool, set[int]] = {False: set(), True: set()}
     for name, body in functions.items():
         for loop in innermost_loops(body):
             count = sum(i.name in UNIT_INSTRUCTIONS for i in loop)
             if count == 0:
                 continue
-            seen.add(count)
+            seen["in_pairs" in name].add(count)
             frame = frame_of(body)
             wrong += [f"{isa}: a vector on the stack in {name}: {i.operands}" for i in loop if i.spills(frame)]
-    if seen != UNIT_LOOPS.get(isa, set()):
-        wrong.append(f"{isa}: innermost loops of {sorted(seen)} products, must be {sorted(UNIT_LOOPS.get(isa, []))}")
+    for pairs, designed in ((False, UNIT_LOOPS.get(isa, set())), (True, PAIR_LOOPS.get(isa, set()))):
+        if seen[pairs] != designed:
+            what = "products by pairs" if pairs else "products"
+            wrong.append(f"{isa}: innermost loops of {sorted(seen[pairs])} {what}, must be {sorted(designed)}")
     return wrong
 
 

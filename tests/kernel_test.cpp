@@ -402,23 +402,31 @@ TEST_CASE("a few rows take the unit in the decode route where it has kernels for
     const auto on_unit = [&](const std::string& line) {
       const plan plan = make_plan(test_case(parse_problem(line), false).p, *table, large_l2);
       CHECK((plan.unit_steps == (plan.call.unit_steps != 0) && (!plan.unit_steps || plan.kernel == route_decode)));
-      CHECK((!plan.unit_steps || plan.block_kv == 32));
+      const bool tiles = plan.table->dtype[plan.p.dtype].unit_steps == steps_of_tiles;
+      CHECK((!plan.unit_steps || (plan.block_kv == 32) == tiles));
       return plan.unit_steps;
     };
     const std::string isa = table->isa;
     const bool tiles = isa == "amx" || isa == "amx_fp16" || isa == "emu512";
-    const std::pair<std::string, bool> dtypes[] = {
-        {"bf16 ", tiles}, {"f16 ", tiles && isa != "amx"}, {"f32 ", false}, {"f64 ", false}};
-    for (const auto& [dtype, has] : dtypes) {
+    const bool pairs = isa == "avx512_bf16" || isa == "emu128";
+    const std::tuple<std::string, bool, bool> dtypes[] = {{"bf16 ", tiles, pairs},
+                                                          {"f16 ", tiles && isa != "amx", false},
+                                                          {"f32 ", false, false},
+                                                          {"f64 ", false, false}};
+    for (const auto& [dtype, by_tiles, by_pairs] : dtypes) {
       for (const char* line :
            {"b1 h8 q3 kv32 d64", "b1 h96/4 q1 kv5000 d128", "b1 h2 q24 kv40 d32", "b1 h2 q6 kv40 d256",
             "b1 h2 q16 kv40 d160 v128", "b1 h2 q4 kv40 d64 causal align=br mask bias", "b1 h2 q4 kv40 d64 bshd",
             "b1 h2 q4 kv40 d64 strides=lastdim"})
-        CHECK(on_unit(dtype + line) == has);
+        CHECK(on_unit(dtype + line) == (by_tiles || by_pairs));
+      for (const char* line : {"b1 h8 q2 kv320 d64", "b1 h8 q1 kv4 d64", "b1 h8 q25 kv320 d64", "b1 h8 q28 kv16 d64",
+                               "b1 h8 q8 kv15 d64", "b1 h8 q4 kv31 d64", "b1 h8 q5 kv320 d256", "b1 h8 q17 kv320 d256",
+                               "b1 h32/8 q1 kv20 d128", "b1 h4 q2 kv20000 d64"})
+        CHECK(on_unit(dtype + line) == by_pairs);
       for (const char* line :
-           {"b1 h8 q2 kv320 d64", "b1 h8 q25 kv320 d64", "b1 h8 q4 kv31 d64", "b1 h8 q4 kv320 d40",
-            "b1 h8 q4 kv320 d64 v72", "b1 h8 q5 kv320 d256", "b1 h8 q17 kv320 d256", "b1 h8 q4 kv320 d64 weights",
-            "b1 h8 q4 kv320 d64 softcap=1e37", "b1 h8 q4 kv320 d64 scale=2e5", "b1 h8 q4 kv320 d64 scale=-1e-31"})
+           {"b1 h8 q29 kv320 d64", "b1 h8 q9 kv15 d64", "b1 h8 q4 kv320 d40", "b1 h8 q4 kv320 d64 v72",
+            "b1 h8 q4 kv320 d64 weights", "b1 h8 q4 kv320 d64 softcap=1e37", "b1 h8 q4 kv320 d64 scale=2e5",
+            "b1 h8 q4 kv320 d64 scale=-1e-31"})
         CHECK(!on_unit(dtype + line));
     }
   }
@@ -509,6 +517,8 @@ TEST_CASE("heads that share a task have the bits that they have alone") {
       // And products of a matrix unit, with rows enough for it.
       if (dtype == std::string("bf16") || dtype == std::string("f16"))
         shapes.insert(shapes.end(), {" b2 h7 q3 kv100 d32", " b2 h14/7 q2 kv150 d64 bshd"});
+      if (table->dtype[MH_DTYPE_BF16].unit_steps == steps_of_pairs && dtype == std::string("bf16"))
+        shapes.push_back(" b2 h7 q7 kv100 d32");
       for (const char* shape : shapes) {
         const std::string line = dtype + std::string(shape) + " mask lse";
         CAPTURE(line);

@@ -10,7 +10,8 @@
 // shorter than a vector come here through the copy (kernel_call.copy_kv), padded with zeros; so do those whose elements
 // lie apart, and copies of K have the same order, so that sums have the same bits.
 //
-// Where a matrix unit takes few rows (decode_unit.hpp) and the plan says so, products are the unit's.
+// Where a matrix unit takes few rows and the plan says so, products are the unit's: with tiles (decode_unit.hpp), or by pairs in
+// these loops (decode_pairs.hpp).
 #pragma once
 
 #include "decode_unit.hpp"
@@ -67,9 +68,12 @@ struct decode_task {
   T factors[most_rows_at_once];
   vec<T> zeros;                       // finite_check::sum of what was written of a head
   bool is_finite[most_rows_at_once];  // of a head: its results are
-  static constexpr bool has_unit = unit_decodes<D>;
+  static constexpr bool has_tiles = unit_takes_tiles<D>, has_pairs = unit_takes_pairs<D>,
+                        has_unit = has_tiles || has_pairs;
+  template <class E>
+  static constexpr bool paired = std::is_same_v<E, in_pairs>;
   step_operands<D> unit;
-  bool on_unit;                      // products are the unit's
+  bool on_unit = false;              // products are the unit's
   bool is_usual[most_rows_at_once];  // of a head: its rows are for the unit
   T* row_totals;                     // on the unit, as row_sums, before weights were rounded
 
@@ -82,7 +86,7 @@ struct decode_task {
     const auto pairs = [](int64_t padded, int64_t back) { return round_down<2 * w>(padded - (back > 0 ? w : 0)); };
     k_pairs = pairs(k_dim, k_back);
     v_pairs = pairs(v_dim, v_back);
-    width = round_up<max_of(w, dots)>(c.block_kv);
+    width = round_up<max_of(2 * w, dots)>(c.block_kv);
     q = from.take<T>(row_count * k_dim);
     out = from.take<T>(row_count * v_dim);
     scores = from.take<T>(row_count * width);
@@ -90,7 +94,7 @@ struct decode_task {
     if constexpr (has_unit) {
       if (c.unit_steps) {
         row_totals = from.take<T>(row_count * w);
-        unit.carve(from, head_count, head_rows);
+        if constexpr (has_tiles) unit.carve(from, head_count, head_rows);
       }
     }
     unfinished = from.take<T>(c.turns ? row_count * v_dim : 0);
@@ -99,8 +103,7 @@ struct decode_task {
     v_copy = from.take<T>(c.copy_kv ? c.block_kv * v_dim : 0);
   }
 
-  MH_INLINE decode_task(const kernel_call& call, const kernel_task& t)
-      : c(call), task(t), unit(call), on_unit(has_unit && call.unit_steps) {}
+  MH_INLINE decode_task(const kernel_call& call, const kernel_task& t) : c(call), task(t), unit(call) {}
 
   static int64_t scratch_bytes(const kernel_call& c, int64_t row_count) {
     const kernel_task none{};
@@ -157,18 +160,54 @@ struct decode_task {
 
   MH_INLINE void start() {
     at = positions_of(c, task.batch);
+    on_unit = has_unit && c.unit_steps && at.used <= c.unit_keys;
     kv_head = task.kv_head_begin;
     heads = task.kv_head_end - kv_head;
     rows = task.row_end - task.row_begin;
-    padded_rows = on_unit ? unit_blocks(rows).rows() : rows + (adds_row() ? 1 : 0);
+    padded_rows = !on_unit    ? rows + (adds_row() ? 1 : 0)
+                  : has_tiles ? unit_blocks(rows).rows()
+                              : rows + (rows % most_rows_of_pairs == most_rows_of_pairs - 1 ? 1 : 0);
     carver from{static_cast<char*>(task.scratch)};
     carve(from, heads, padded_rows);
     for (int64_t l = 0; l < w && k_back > 0; ++l) k_kept[l] = l < k_back ? bits<T>(0) : ~bits<T>(0);
     q_row = q_rows;
     if (!on_unit) return copy_rows();
-    if constexpr (has_unit) {
+    if constexpr (has_tiles) {
       for (int64_t h = 0; h < heads; ++h) is_usual[h] = unit.pack_rows(task, h);
     }
+    if constexpr (has_pairs) copy_pairs();
+  }
+
+  // Rows of Q for products of pairs, in the blocks that score_all takes: as many pairs of each row as a vector has for it, and
+  // those of the block's next row behind them.
+  static constexpr int most_rows_of_pairs = min_of(8, static_cast<int>(w));
+  MH_INLINE void copy_pairs() {
+    auto* to = reinterpret_cast<uint32_t*>(q);
+    for (int64_t h = 0; h < heads; ++h) {
+      pair_magnitudes seen;
+      row_walk<const typename D::storage> row = rows_of_q<D>(c, task.batch, kv_head + h, task.row_begin);
+      copy_blocks<most_rows_of_pairs>(row, 0, to, seen);
+      is_usual[h] = seen.all_usual();
+    }
+  }
+  template <int R>
+  MH_INLINE void copy_blocks(row_walk<const typename D::storage>& row, int64_t r, uint32_t*& to,
+                             pair_magnitudes& seen) {
+    constexpr int64_t piece = w / R;
+    for (; r + R <= padded_rows; r += R, to += R * k_dim / 2) {
+      for (int64_t n = 0; n < R; ++n, row.step(c)) {
+        uint32_t* at_row = to + n * piece;
+        for (int64_t d = 0; d < k_dim; d += 2 * w) {
+          alignas(64) uint32_t pairs[w];
+          const word_vec x = words_of_row(r + n < rows ? row.at : nullptr, c.q_strides[3], d);
+          seen.take(x);
+          x.store_aligned(pairs);
+#pragma GCC unroll 8
+          for (int i = 0; i < R; ++i, at_row += w) memcpy(at_row, pairs + i * piece, piece * sizeof(*pairs));
+        }
+      }
+    }
+    if constexpr (R > 1) copy_blocks<R / 2>(row, r, to, seen);
   }
 
   // Rows of Q for multiply-adds.
@@ -217,16 +256,36 @@ struct decode_task {
     const int64_t end = c.extra_keys > 0 ? c.kv_len : range_of(c, at, (task.row_end - 1) / c.group).end;
     return c.chunks > 1 ? min_of(end, (task.chunk + 1) * c.chunk_keys) : end;
   }
-  MH_INLINE rows_at<plain<D>> copied_k(rows_at<D> from, int64_t keys) {
-    for (int64_t k = 0; k < keys; ++k) arrange(from.from(k).base, c.k_strides[3], T(1), k_copy + k * k_dim);
-    return {k_copy, k_dim};
-  }
-  MH_INLINE rows_at<plain<D>> copied_v(rows_at<D> from, int64_t keys) {
-    for (int64_t k = 0; k < keys; ++k) {
-      widen_row<D>(from.from(k).base, c.v_strides[3], c.v_dim, v_copy + k * v_dim);
-      for (int64_t d = c.v_dim; d < v_dim; ++d) v_copy[k * v_dim + d] = T(0);
+  template <class E>
+  MH_INLINE auto copied_k(rows_at<D> from, int64_t keys) {
+    if constexpr (paired<E>) {
+      return copied_pairs(from, keys, c.k_strides[3], k_dim, k_copy);
+    } else {
+      for (int64_t k = 0; k < keys; ++k) arrange(from.from(k).base, c.k_strides[3], T(1), k_copy + k * k_dim);
+      return rows_at<plain<D>>{k_copy, k_dim};
     }
-    return {v_copy, v_dim};
+  }
+  template <class E>
+  MH_INLINE auto copied_v(rows_at<D> from, int64_t keys) {
+    if constexpr (paired<E>) {
+      return copied_pairs(from, keys, c.v_strides[3], v_dim, v_copy);
+    } else {
+      for (int64_t k = 0; k < keys; ++k) {
+        widen_row<D>(from.from(k).base, c.v_strides[3], c.v_dim, v_copy + k * v_dim);
+        for (int64_t d = c.v_dim; d < v_dim; ++d) v_copy[k * v_dim + d] = T(0);
+      }
+      return rows_at<plain<D>>{v_copy, v_dim};
+    }
+  }
+  MH_INLINE rows_at<in_pairs> copied_pairs(rows_at<D> from, int64_t keys, int64_t stride, int64_t dims, T* to) {
+    auto* const copy = reinterpret_cast<uint16_t*>(to);
+    for (int64_t k = 0; k < keys; ++k) {
+      for (int64_t d = 0; d < dims; d += 2 * w) {
+        const word_vec x = words_of_row(from.from(k).base, stride, d);
+        memcpy(copy + k * dims + d, &x, sizeof(x));
+      }
+    }
+    return {copy, dims};
   }
 
   // Rows that are needed soon: of V while K is worked on, and of the next tile's K during the values. Each step asks for
@@ -388,13 +447,69 @@ struct decode_task {
     for (int n = 0; n < R; ++n) memcpy(s + (r + n) * width, sums + n * of_row, K * sizeof(T));
   }
 
+  // The same by pairs (decode_pairs.hpp), of a block of R rows as copy_pairs left them. Eight keys at a time: with 16 lines come
+  // from too many rows at once (0.94 to 0.97, from L3 0.83 to 0.97), with 4 each waits for its own sum (0.85 to 1.0).
+  template <int R, int K, bool All, asks For>
+  MH_INLINE void score_pairs(int64_t r, rows_at<in_pairs> k, int64_t keys, T* s, soon next) {
+    constexpr int some = min_of(K, 8), fours = (some + 3) / 4;
+    const int64_t stride = k.stride;
+    vec<T> acc[K];
+#pragma GCC unroll 16
+    for (int i = 0; i < K; ++i) acc[i] = vec<T>(T(0));
+#pragma GCC unroll 2
+    for (int first = 0; first < K; first += some) {
+      // Few addresses, for which there are registers: of every fourth key. Not where there are less than K keys.
+      const uint16_t *four[fours], *each[some];
+#pragma GCC unroll 2
+      for (int i = 0; i < fours; ++i) four[i] = k.from(first + 4 * i).base;
+#pragma GCC unroll 8
+      for (int i = 0; i < some; ++i) each[i] = k.from(All ? 0 : min_of(first + i, keys - 1)).base;
+      const auto key = [&](int i) MH_INLINE_LAMBDA { return All ? four[i / 4] + i % 4 * stride : each[i]; };
+      const uint32_t* of_q = reinterpret_cast<const uint32_t*>(q) + r * (k_dim / 2);
+      soon asked = next.from(first);
+      for (int64_t d = 0; d < k_dim; d += 2 * w) {
+#pragma GCC unroll 8
+        for (int n = 0; n < R; ++n, of_q += w) {
+          if constexpr (For != asks::nothing) {  // an R-th of the lines
+#pragma GCC unroll 8
+            for (int i = 0; i < some; ++i) {
+              if ((2 * w * 2 >= 64 || d * 2 % 64 == 0) && i * R / some == n) ask<For>(asked.base + i * asked.stride);
+            }
+          }
+          const word_vec x = word_vec::load_aligned(of_q);
+#pragma GCC unroll 8
+          for (int i = 0; i < some; ++i) {
+            acc[first + i] = add_products(acc[first + i], repeat_pairs<R>(key(i) + n * (2 * w / R)), x);
+          }
+        }
+#pragma GCC unroll 2
+        for (const uint16_t*& p : four) p += 2 * w;
+#pragma GCC unroll 8
+        for (const uint16_t*& p : each) p += 2 * w;
+        asked.base += 4 * w;
+      }
+    }
+    vec<T> all[w];  // fewer keys come several times over
+#pragma GCC unroll 16
+    for (int i = 0; i < w; ++i) all[i] = acc[i % K];
+    put_sums<R>(all, vec<T>(static_cast<T>(c.q_scale)), s + r * width, width);
+  }
+
   // The last `keys` keys, up to K of them.
   template <int R, int K, asks For, class E>
   MH_INLINE void score_last(int64_t r, int64_t row_end, rows_at<E> k, int64_t keys, T* s, soon next) {
     if constexpr (K > 4) {
       if (keys <= K / 2) return score_last<R, K / 2, For>(r, row_end, k, keys, s, next);
     }
-    for (; r < row_end; r += R) score_rows<R, K, For>(r, k, keys, s, next);
+    for (; r < row_end; r += R) score_block<R, K, false, For>(r, k, keys, s, next);
+  }
+  template <int R, int K, bool All, asks For, class E>
+  MH_INLINE void score_block(int64_t r, rows_at<E> k, int64_t keys, T* s, soon next) {
+    if constexpr (paired<E>) {
+      score_pairs<R, K, All, For>(r, k, keys, s, next);
+    } else {
+      score_rows<R, K, For>(r, k, keys, s, next);
+    }
   }
 
   // Rows r .. end against `keys` keys, R rows at a time as long as there are so many, then fewer.
@@ -402,10 +517,10 @@ struct decode_task {
   MH_INLINE void score_all(int64_t r, int64_t end, rows_at<E> k, int64_t keys, T* s, soon next) {
     const int64_t row_end = r + round_down<R>(end - r);
     if (r < row_end) {
-      constexpr int K = dots / R;
+      constexpr int K = paired<E> ? static_cast<int>(w) : dots / R;
       int64_t i = 0;
       for (; i + K <= keys; i += K) {
-        for (int64_t n = r; n < row_end; n += R) score_rows<R, K, For>(n, k.from(i), K, s + i, next.from(i));
+        for (int64_t n = r; n < row_end; n += R) score_block<R, K, true, For>(n, k.from(i), K, s + i, next.from(i));
       }
       if (i < keys) score_last<R, K, For>(r, row_end, k.from(i), keys - i, s + i, next.from(i));
     }
@@ -416,7 +531,8 @@ struct decode_task {
 
   template <asks For, class E>
   __attribute__((noinline)) void score(int64_t h, int64_t first, rows_at<E> k, int64_t keys, soon next) {
-    score_all<most_rows, For>(h * padded_rows, (h + 1) * padded_rows, k, keys, scores + first, next);
+    score_all<paired<E> ? most_rows_of_pairs : most_rows, For>(h * padded_rows, (h + 1) * padded_rows, k, keys,
+                                                               scores + first, next);
   }
 
   // What of a tile's sums some keys are: whether keys before them are in them, whether these are the last, and then whether they
@@ -440,33 +556,57 @@ struct decode_task {
         acc[r][n] = of.goes_on ? vec<T>::load_aligned(unfinished + (first_row + r) * v_dim + d + n * w) : vec<T>(T(0));
       }
     }
-    for (int64_t k = 0; k < keys; ++k) {
+    if constexpr (paired<E>) {
+      for (int64_t k = 0; k < keys; k += 2) {
+        const soon asked = next.from(k);
+        word_vec weight[R];
 #pragma GCC unroll 8
-      for (int64_t b = 0; For != asks::nothing && b < bytes; b += 64) ask<For>(next.base + k * next.stride + b);
-      T weight[R];
+        for (int r = 0; r < R; ++r) weight[r] = word_vec(word_of(p + r * width + k / 2));
+        const uint16_t *const row = v.from(k).base + d, *const other = v.from(min_of(k + 1, keys - 1)).base + d;
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) weight[r] = p[r * width + k];
-      const auto add = [&](int n, vec<T> x) MH_INLINE_LAMBDA {
-        if constexpr (R > 1) x = held<T>(x);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-          if constexpr (Careful) {
-            if (__builtin_signbit(weight[r])) continue;  // a slot that may not be attended: no 0 * NaN
+        for (int n = 0; n < N; ++n) {
+          if constexpr (For != asks::nothing) {
+            ask<For>(asked.base + n * 64);
+            ask<For>(asked.base + asked.stride + n * 64);
           }
-          acc[r][n] = xsimd::fma(vec<T>(weight[r]), x, acc[r][n]);
-        }
-      };
-      const typename E::storage* const row = v.from(k).base;
+          word_vec even, odd;
+          join_rows(load_words(row + n * 2 * w), load_words(other + n * 2 * w), even, odd);
 #pragma GCC unroll 8
-      for (int n = 0; n < N; ++n) {
-        vec<T> a, b;
-        E::widen_pair(row + d + n * 2 * w, a, b);
-        add(2 * n, a);
-        add(2 * n + 1, b);
+          for (int r = 0; r < R; ++r) {
+            acc[r][2 * n] = add_products(acc[r][2 * n], even, weight[r]);
+            acc[r][2 * n + 1] = add_products(acc[r][2 * n + 1], odd, weight[r]);
+          }
+        }
       }
-      if constexpr (S == 1) add(2 * N, E::widen(row + single));
+    } else {
+      for (int64_t k = 0; k < keys; ++k) {
+#pragma GCC unroll 8
+        for (int64_t b = 0; For != asks::nothing && b < bytes; b += 64) ask<For>(next.base + k * next.stride + b);
+        T weight[R];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) weight[r] = p[r * width + k];
+        const auto add = [&](int n, vec<T> x) MH_INLINE_LAMBDA {
+          if constexpr (R > 1) x = held<T>(x);
+#pragma GCC unroll 8
+          for (int r = 0; r < R; ++r) {
+            if constexpr (Careful) {
+              if (__builtin_signbit(weight[r])) continue;  // a slot that may not be attended: no 0 * NaN
+            }
+            acc[r][n] = xsimd::fma(vec<T>(weight[r]), x, acc[r][n]);
+          }
+        };
+        const typename E::storage* const row = v.from(k).base;
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) {
+          vec<T> a, b;
+          E::widen_pair(row + d + n * 2 * w, a, b);
+          add(2 * n, a);
+          add(2 * n + 1, b);
+        }
+        if constexpr (S == 1) add(2 * N, E::widen(row + single));
+      }
     }
-    if (direct) {
+    if (!widens && direct) {
       finite_check<T> finite;
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
@@ -498,7 +638,7 @@ struct decode_task {
     constexpr int N = pairs_of<R>;
     constexpr int64_t step = 2 * N * w;
     constexpr int64_t size = sizeof(typename E::storage);
-    const T* p = scores + r * width + first;
+    const T* p = scores + r * width + (paired<E> ? first / 2 : first);
     int64_t d = 0;
     const auto add = [&]<int Pairs, int Single>() MH_INLINE_LAMBDA {
       add_values<Careful, R, Pairs, Single, For>(v, keys, r, p, d, of, next.from(0, d * size));
@@ -507,7 +647,7 @@ struct decode_task {
     // Up to two rows, of few vectors: in one pass what would else be two, in which each waits for its own sums. Three
     // pairs with a single vector stay two passes, four with one of 16 lanes, too (heads of 112 and 144): each adds 2 % to the
     // library's code.
-    if constexpr (R <= 2 && !Careful) {
+    if constexpr (R <= 2 && !Careful && !paired<E>) {
       if (v_dim - v_pairs == w) {
         if (v_pairs == 2 * w) return add.template operator()<1, 1>();
         if (v_pairs == 4 * w) return add.template operator()<2, 1>();
@@ -515,9 +655,9 @@ struct decode_task {
           if (v_pairs == 8 * w) return add.template operator()<4, 1>();
         }
       }
-      if constexpr (N > 3) {
-        if (v_pairs == 6 * w) add.template operator()<3, 0>();
-      }
+    }
+    if constexpr (N > 3 && !Careful) {
+      if (v_pairs == 6 * w) add.template operator()<3, 0>();
     }
     while (d + step <= v_pairs) add.template operator()<N, 0>();
     if constexpr (N > 2) {
@@ -526,7 +666,9 @@ struct decode_task {
     if constexpr (N > 1) {
       while (d + 2 * w <= v_pairs) add.template operator()<1, 0>();
     }
-    while (d < v_dim) add.template operator()<0, 1>();
+    if constexpr (!paired<E>) {
+      while (d < v_dim) add.template operator()<0, 1>();
+    }
   }
 
   template <bool Careful, int R, asks For, class E>
@@ -674,11 +816,12 @@ struct decode_task {
   }
 
   // Head h's products with `keys` of a tile's keys, from its key `first` on.
+  template <class E>
   MH_INLINE void score_head(int64_t h, const key_tile& tile, int64_t first, int64_t keys) {
     const int64_t begin = tile.begin + first;
     const rows_at<D> k = in_place(c.k, c.k_strides, task.batch, kv_head + h, begin);
     if (c.copy_kv) {
-      score<asks::nothing>(h, first, copied_k(k, keys), keys, soon{});
+      score<asks::nothing>(h, first, copied_k<E>(k, keys), keys, soon{});
       return;
     }
     asking(way_of_asking(), [&](auto way) MH_INLINE_LAMBDA {
@@ -686,7 +829,7 @@ struct decode_task {
       const rows_at<D> next = take_turns()       ? k.from(turn_keys)
                               : For == asks::own ? further_on(k, k_dim)
                                                  : in_place(c.v, c.v_strides, task.batch, kv_head + h, begin);
-      score<For>(h, first, k, keys, as_soon(next));
+      score<For>(h, first, rows_at<E>{k.base, k.stride}, keys, as_soon(next));
     });
   }
 
@@ -715,24 +858,25 @@ struct decode_task {
   }
 
   // O of head h += P V for `keys` of a tile's keys, from its key `first` on, with more tiles to come up to `end`.
-  template <bool Careful>
+  template <bool Careful, class E>
   MH_INLINE void add_head(int64_t h, const key_tile& tile, int64_t first, int64_t keys, int64_t end) {
     const rows_at<D> v = in_place(c.v, c.v_strides, task.batch, kv_head + h, tile.begin + first);
     const bool last = first + keys == tile.keys();
     asks way = Careful ? asks::nothing : way_of_asking();
     if (way != asks::own && tile.end >= end && task.next == nullptr) way = asks::nothing;
     if (c.copy_kv) {
-      add_all<Careful, asks::nothing>(h, first, copied_v(v, keys), keys, last, soon{});
+      add_all<Careful, asks::nothing>(h, first, copied_v<E>(v, keys), keys, last, soon{});
     } else if constexpr (Careful) {
       add_all<Careful, asks::nothing>(h, first, v, keys, last, soon{});
     } else {
       asking(way, [&](auto as) MH_INLINE_LAMBDA {
         constexpr asks For = decltype(as)::value;
-        if constexpr (For == asks::nothing) return add_all<Careful, For>(h, first, v, keys, last, soon{});
+        const rows_at<E> rows_of_v{v.base, v.stride};
+        if constexpr (For == asks::nothing) return add_all<Careful, For>(h, first, rows_of_v, keys, last, soon{});
         const rows_at<D> next = take_turns()       ? v.from(turn_keys)
                                 : For == asks::own ? further_on(v, v_dim)
                                                    : following_k(h, tile, end);
-        add_all<Careful, For>(h, first, v, keys, last, as_soon(next));
+        add_all<Careful, For>(h, first, rows_of_v, keys, last, as_soon(next));
       });
     }
   }
@@ -774,7 +918,7 @@ struct decode_task {
 
   // Head after head in each step of a tile, so that one need not wait for what the step before made of the last. Where they
   // take turns, products of a few keys are a step.
-  template <bool Careful>
+  template <bool Careful, class E>
   __attribute__((noinline)) void attend_all() {
     const T careful_factor = Careful ? static_cast<T>(::exp2(-careful_shift(c.kv_len))) : T(1);
     over_tiles([&](const key_tile& t, int64_t begin, int64_t end, phase_clock* clock) MH_INLINE_LAMBDA {
@@ -787,11 +931,11 @@ struct decode_task {
       }
       if (!t.all_visible) lap(clock, phase_mask);
       if (!any) return;
-      const int64_t keys = t.keys(), padded = round_up<w>(keys);
+      const int64_t keys = t.keys(), padded = round_up<paired<E> ? 2 * w : w>(keys);
       const int64_t of_k = take_turns() ? turn_keys : keys, of_v = take_turns() ? keys_at_once : keys;
       for (int64_t first = 0; first < keys; first += of_k) {
         for (int64_t h = 0; h < heads; ++h) {
-          if (see[h] != visibility::none) score_head(h, t, first, min_of(of_k, keys - first));
+          if (see[h] != visibility::none) score_head<E>(h, t, first, min_of(of_k, keys - first));
         }
       }
       lap(clock, phase_scores);
@@ -802,14 +946,18 @@ struct decode_task {
         lap(clock, phase_mask);
       }
       if (keys < padded) close_slots(heads * padded_rows, keys, padded);
-      weigh_all<Careful, min_of(most_rows, exp2_vectors)>(0, padded, careful_factor);
+      if constexpr (paired<E>) {
+        weigh_for_unit<most_rows>(0, heads * padded_rows, scores, padded, reinterpret_cast<uint32_t*>(scores), width);
+      } else {
+        weigh_all<Careful, min_of(most_rows, exp2_vectors)>(0, padded, careful_factor);
+      }
       lap(clock, phase_softmax);
       if constexpr (!Careful) direct = t.begin == begin && t.end == end && ends_here(keys, see);
       if (direct) end_rows_here();
       for (int64_t first = 0; first < keys; first += of_v) {
         for (int64_t h = 0; h < heads; ++h) {
           zeros = vec<T>(T(0));
-          if (see[h] != visibility::none) add_head<Careful>(h, t, first, min_of(of_v, keys - first), end);
+          if (see[h] != visibility::none) add_head<Careful, E>(h, t, first, min_of(of_v, keys - first), end);
           if (direct) is_finite[h] = finite_check<T>::passed(zeros);
         }
       }
@@ -826,7 +974,6 @@ struct decode_task {
   // brought into its order between its scores and the softmax.
   __attribute__((noinline)) void attend_on_unit() {
     const step_unit_of<D> told(unit.of.size);
-    memset(row_totals, 0, static_cast<size_t>(heads * padded_rows * w) * sizeof(T));
     over_tiles([&](const key_tile& t, int64_t, int64_t, phase_clock* clock) MH_INLINE_LAMBDA {
       const int64_t keys = t.keys();
       for (int64_t h = 0; h < heads; ++h) {
@@ -848,7 +995,7 @@ struct decode_task {
             lap(clock, phase_mask);
           }
           if (keys < width) close_slots(padded_rows, keys, width);
-          weigh_for_unit<most_rows>(h, 0);
+          weigh_for_unit<most_rows>(h * padded_rows, padded_rows, scores, width, unit.weights, w);
           lap(clock, phase_softmax);
           unit.multiply_v(out + h * padded_rows * v_dim, started[h], ask_v);
           lap(clock, phase_values);
@@ -858,36 +1005,53 @@ struct decode_task {
     });
   }
 
-  // Scores of head h become weights of the unit, R rows at a time from r on: in parts, two neighbours a word. Exponentials, and
-  // which sums are of what was rounded, as on the matrix route (matrix.hpp: degree, rounds).
+  // Scores s[count][width] of rows r .. r + count become weights of the unit, R rows at a time: words of two neighbours,
+  // to[count][to_row], which may be where the scores are, in parts. Exponentials, and which sums are of what was rounded, as on the
+  // matrix route (matrix.hpp: degree, rounds).
   template <int R>
-  MH_INLINE void weigh_for_unit(int64_t h, int64_t r) {
+  MH_INLINE void weigh_for_unit(int64_t r, int64_t count, T* s, int64_t keys, uint32_t* to, int64_t to_row) {
     constexpr int Parts = step_operands<D>::weight_parts();
-    for (; r + R <= padded_rows; r += R) {
-      const int64_t of_task = h * padded_rows + r;
-      const T* const s = scores + r * width;
-      raise<R>(of_task, s, width);
+    for (; count >= R; count -= R, r += R, s += R * width, to += R * to_row) {
+      raise<R>(r, s, keys);
       const vec<T> scale(static_cast<T>(c.exp_scale));
-      vec<T> p[2 * R];
-#pragma GCC unroll 8
-      for (int n = 0; n < 2 * R; ++n) {
-        p[n] = (vec<T>::load_aligned(s + n / 2 * width + n % 2 * w) - vec<T>(row_max[of_task + n / 2])) * scale;
-      }
-      exp2_of<T, 2 * R, Parts == 1 ? 4 : 5>(p);
-      const auto add = [](T* sums, vec<T> x) MH_INLINE_LAMBDA { (vec<T>::load_aligned(sums) + x).store_aligned(sums); };
+      vec<T> sum[R], total[R];
 #pragma GCC unroll 8
       for (int n = 0; n < R; ++n) {
-        const vec<T> total = p[2 * n] + p[2 * n + 1];
-        add(row_totals + (of_task + n) * w, total);
-        deinterleave<T>(p[2 * n], p[2 * n + 1]);
-        word_vec parts[Parts];
-        split_floats<typename unit_number<D>::values::format>(p[2 * n], p[2 * n + 1], parts);
+        sum[n] = vec<T>::load_aligned(row_sums + (r + n) * w);
+        total[n] = vec<T>::load_aligned(row_totals + (r + n) * w);
+      }
+      for (int64_t k = 0; k < keys; k += 2 * w) {
+        vec<T> p[2 * R];
+#pragma GCC unroll 8
+        for (int n = 0; n < 2 * R; ++n) {
+          p[n] = (vec<T>::load_aligned(s + n / 2 * width + k + n % 2 * w) - vec<T>(row_max[r + n / 2])) * scale;
+        }
+        exp2_of<T, 2 * R, Parts == 1 ? 4 : 5>(p);
+#pragma GCC unroll 8
+        for (int n = 0; n < R; ++n) {
+          const vec<T> exact = p[2 * n] + p[2 * n + 1];
+          total[n] = total[n] + exact;
+          uint32_t* const of_row = to + n * to_row + k / 2;
+          if constexpr (Parts == 1) {
+            unit_number<D>::values::format::round_neighbours(p[2 * n], p[2 * n + 1]).store_aligned(of_row);
+            sum[n] = sum[n] + (p[2 * n] + p[2 * n + 1]);
+          } else {
+            deinterleave<T>(p[2 * n], p[2 * n + 1]);
+            word_vec parts[Parts];
+            split_floats<typename unit_number<D>::values::format>(p[2 * n], p[2 * n + 1], parts);
 #pragma GCC unroll 2
-        for (int i = 0; i < Parts; ++i) parts[i].store_aligned(unit.weights + i * unit.weight_part() + (r + n) * w);
-        add(row_sums + (of_task + n) * w, Parts == 1 ? p[2 * n] + p[2 * n + 1] : total);
+            for (int i = 0; i < Parts; ++i) parts[i].store_aligned(of_row + i * unit.weight_part());
+            sum[n] = sum[n] + exact;
+          }
+        }
+      }
+#pragma GCC unroll 8
+      for (int n = 0; n < R; ++n) {
+        sum[n].store_aligned(row_sums + (r + n) * w);
+        total[n].store_aligned(row_totals + (r + n) * w);
       }
     }
-    if constexpr (R > 1) weigh_for_unit<R / 2>(h, r);
+    if constexpr (R > 1) weigh_for_unit<R / 2>(r, count, s, keys, to, to_row);
   }
 
   // Calls f(tile, begin, end, clock) for each tile of the task's keys [begin, end).
@@ -897,6 +1061,7 @@ struct decode_task {
     direct = false;
     for (int64_t r = 0; r < all_rows; ++r) {
       vec<T>(T(0)).store_aligned(row_sums + r * w);
+      if (on_unit) vec<T>(T(0)).store_aligned(row_totals + r * w);
       row_max[r] = lowest<T>;
     }
     for (int64_t h = 0; h < heads; ++h) started[h] = false;
@@ -983,10 +1148,13 @@ struct decode_task {
   void run() {
     start();
     lap(task.clock, phase_pack);
-    if constexpr (has_unit) {
+    if constexpr (has_tiles) {
       if (on_unit) attend_on_unit();
     }
-    if (!on_unit) attend_all<false>();
+    if constexpr (has_pairs) {
+      if (on_unit) attend_all<false, in_pairs>();
+    }
+    if (!on_unit) attend_all<false, D>();
     bool all_finite = true;
     for (int64_t h = 0; h < heads; ++h) {
       if (!direct) is_finite[h] = finish(h, false);
@@ -1008,7 +1176,7 @@ struct decode_task {
       if (is_finite[h]) continue;
       kv_head = task.kv_head_begin + h;
       q_row = q_rows + h * padded_rows;
-      attend_all<true>();
+      attend_all<true, D>();
       finish(0, true);
       lap(task.clock, phase_store);
     }

@@ -14,6 +14,7 @@
 // Tile registers: 0, 1 scores of 16 keys each, 2 and 3 K, or pairs of V, 4 Q, 5 weights, 6 and 7 results.
 #pragma once
 
+#include "decode_pairs.hpp"
 #include "panel.hpp"
 #include "unit_number.hpp"
 
@@ -29,7 +30,7 @@ constexpr bool whole_for_unit() {
   return false;
 }
 template <class D>
-inline constexpr bool unit_decodes = whole_for_unit<D>();
+inline constexpr bool unit_takes_tiles = whole_for_unit<D>();
 
 #if defined(__AMX_BF16__)
 
@@ -185,6 +186,18 @@ class step_unit {
 template <class D>
 using step_unit_of = step_unit<typename unit_number<D>::values::format>;
 
+// A vector of a row's elements from d on, or zeros where there is none. Not matrix_operands::pairs_of_row, nor load_pairs where a row
+// is there: 4 and 8 rows of 128 from L3 and memory 0.92 to 0.98 times as fast, though instructions are fewer (why is not known;
+// the lines asked for come closer together).
+MH_INLINE word_vec words_of_row(const uint16_t* row, int64_t stride, int64_t d) {
+  constexpr int64_t count = 2 * lanes<float>;
+  if (row == nullptr) return word_vec(0U);
+  if (__builtin_expect(stride == 1, 1)) return load_words(row + d);
+  alignas(64) uint16_t apart[count];
+  for (int64_t i = 0; i < count; ++i) apart[i] = row[(d + i) * stride];
+  return load_words(apart);
+}
+
 // Rows of a head as the unit takes them: one block of up to 16, or two of the same size.
 struct unit_blocks {
   int64_t count, size;
@@ -232,22 +245,6 @@ struct step_operands {
     k_rows = from.take<uint16_t>(w * c.head_dim);
   }
 
-  // 32 elements of a row from d on, or zeros where there is none. Not matrix_operands::pairs_of_row, nor load_pairs where a row
-  // is there: 4 and 8 rows of 128 from L3 and memory 0.92 to 0.98 times as fast, though instructions are fewer (why is not known;
-  // the lines asked for come closer together).
-  static MH_INLINE word_vec words_of(const uint16_t* row, int64_t stride, int64_t d) {
-    word_vec x;
-    if (row == nullptr) return word_vec(0U);
-    if (__builtin_expect(stride != 1, 0)) {
-      alignas(64) uint16_t apart[step];
-      for (int64_t i = 0; i < step; ++i) apart[i] = row[(d + i) * stride];
-      memcpy(&x, apart, sizeof(x));
-    } else {
-      memcpy(&x, row + d, sizeof(x));
-    }
-    return x;
-  }
-
   // Q^T of head h of the task. False: its numbers are not for the unit (matrix_operands.hpp: is_usual). f16 always is: none is
   // that large, and denormal ones are multiplied.
   __attribute__((noinline)) bool pack_rows(const kernel_task& task, int64_t h) const {
@@ -263,7 +260,7 @@ struct step_operands {
         word_vec x[w];
 #pragma GCC unroll 16
         for (int64_t l = 0; l < w; ++l) {
-          x[l] = words_of(from[l], c.q_strides[3], s * step);
+          x[l] = words_of_row(from[l], c.q_strides[3], s * step);
           if constexpr (looks) seen.take(x[l]);
         }
         transpose_words(x);
@@ -278,7 +275,7 @@ struct step_operands {
   MH_INLINE void copy_k(const uint16_t* k, int64_t keys) const {
     for (int64_t n = 0; n < w; ++n) {
       for (int64_t d = 0; d < c.head_dim; d += step) {
-        const word_vec x = words_of(n < keys ? k + n * c.k_strides[2] : nullptr, c.k_strides[3], d);
+        const word_vec x = words_of_row(n < keys ? k + n * c.k_strides[2] : nullptr, c.k_strides[3], d);
         memcpy(k_rows + n * c.head_dim + d, &x, sizeof(x));
       }
     }
@@ -333,25 +330,26 @@ struct step_operands {
   template <class Ask>
   __attribute__((noinline)) void pack_v(const uint16_t* v, int64_t keys, Ask ask) const {
     const int64_t row = c.v_strides[2], dims = c.v_dim;
-    const word_vec low(0xffffU), high(0xffff0000U);
     const bool whole = keys == step && c.v_strides[3] == 1;
     for (int64_t i = 0; i < w; ++i) {
       const uint16_t* one = v + 2 * i * row;
       const uint16_t* other = one + row;
       uint32_t* to = pairs + i * w;
       const auto put = [&](word_vec a, word_vec b) MH_INLINE_LAMBDA {
-        ((a & low) | (b << 16)).store_aligned(to);
-        ((a >> 16) | (b & high)).store_aligned(to + words);
+        word_vec even, odd;
+        join_rows(a, b, even, odd);
+        even.store_aligned(to);
+        odd.store_aligned(to + words);
         to += 2 * words;
       };
       if (whole) {
-        for (int64_t d = 0; d < dims; d += step) put(words_of(one, 1, d), words_of(other, 1, d));
+        for (int64_t d = 0; d < dims; d += step) put(words_of_row(one, 1, d), words_of_row(other, 1, d));
         ask(i);
       } else {
         if (2 * i >= keys) one = nullptr;
         if (2 * i + 1 >= keys) other = nullptr;
         for (int64_t d = 0; d < dims; d += step) {
-          put(words_of(one, c.v_strides[3], d), words_of(other, c.v_strides[3], d));
+          put(words_of_row(one, c.v_strides[3], d), words_of_row(other, c.v_strides[3], d));
         }
       }
     }

@@ -75,7 +75,8 @@ struct alignas(64) kernel_call {  // copied for each call, by whole lines
   int32_t asks_l1;     // 1: a decode step asks for rows in 16 bits into L1, else into L2
   int32_t adds_rows;   // 1: a decode step of 3 rows more than whole fours has one of zeros more
   int32_t turns;       // 1: the kv heads of a decode step's task take turns, a few keys each
-  int32_t unit_steps;  // 1: a decode step multiplies on the matrix unit (decode_unit.hpp)
+  int32_t unit_steps;  // 1: a decode step multiplies on the matrix unit (how_unit_steps)
+  int64_t unit_keys;   // of a batch entry, at most, for it to do so
   int32_t copy_kv;     // 1: copy each K and V tile to scratch first (plan.cpp: needs_copy)
 
   // Outputs of the second pass (weights_task).
@@ -199,6 +200,15 @@ inline constexpr int64_t most_decode_rows = 32, most_rows_at_once = 128;
 // And all routes for a tile of so many keys.
 inline constexpr int64_t most_tile_keys = 256;
 
+// How the decode route multiplies on the unit, where the plan says so: 32 keys at a time with tiles (decode_unit.hpp), or by pairs
+// in the place of multiply-adds (decode_pairs.hpp).
+enum how_unit_steps : int32_t { no_unit_steps, steps_of_tiles, steps_of_pairs };
+// A head's rows there: of tiles more than 16 are two blocks of the same size; by pairs one of zeros joins 7 of 8, or 3 of 4.
+inline constexpr int64_t rows_on_unit(int32_t how, int64_t rows) {
+  const bool more = how == steps_of_tiles ? rows > 16 : how == steps_of_pairs && rows % 4 == 3;
+  return more ? rows + rows % 2 : rows;
+}
+
 struct dtype_kernels {
   task_fn attention[route_count];  // route_matrix: NULL where there is no matrix unit for the type
   task_fn weights;                 // second pass: weights, scores, column sums from row_states
@@ -209,7 +219,7 @@ struct dtype_kernels {
   int64_t flops_of_turn;  // of `arithmetic`
   // With fewer rows (group * q_len) or keys the matrix route, where it exists, is slower; of f32 see plan.cpp too.
   int32_t matrix_rows, matrix_keys;
-  int32_t unit_steps;  // 1: the decode route has the unit's products too, for heads of multiples of 32
+  int32_t unit_steps;  // how_unit_steps, for heads of multiples of 32
   linear_fn linear;
   widen_fn widen;  // NULL: the dtype is the arithmetic type
   linear_unit_kernels linear_unit;

@@ -65,10 +65,10 @@ constexpr dtype_kernels kernels_of() {
     }
     k.matrix_rows = unit_least<unit_number<D>::values::parts>.rows;
     k.matrix_keys = unit_least<unit_number<D>::values::parts>.keys;
-    if constexpr (unit_decodes<D>) {
+    if constexpr (unit_takes_tiles<D> || unit_takes_pairs<D>) {
       k.attention[route_decode] = attention_decode<D>;
       k.scratch_bytes[route_decode] = scratch_bytes<D, decode_task<D>>;
-      k.unit_steps = 1;
+      k.unit_steps = unit_takes_tiles<D> ? steps_of_tiles : steps_of_pairs;
     }
     k.linear_unit = linear_unit<D>;
   }

@@ -1,5 +1,5 @@
-// The vector layer: what xsimd offers under short names, and the few functions it lacks. The only file with intrinsics,
-// each behind a named function that has a generic body too.
+// The vector layer: what xsimd offers under short names, and the few functions it lacks. Intrinsics stand
+// behind named functions that have a generic body too.
 //
 // T is the arithmetic type, float or double. Everything lives in an unnamed namespace of its ISA: nothing compiled here
 // may be picked by the linker for another instruction set.
@@ -540,24 +540,27 @@ MH_INLINE void transpose(vec<T> (&x)[lanes<T>]) {
   }
 }
 
+// Of each quarter of 4 vectors, lane i of it: the sum of its lanes in x[i].
+MH_INLINE __m512 quarter_sums(const vec<float>* x) {
+  const auto pair = [](__m512 a, __m512 b) {
+    return _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
+  };
+  const __m512d a = pair(x[0], x[1]), b = pair(x[2], x[3]);
+  return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+}
+
 // Lane i of the result: the sum of the lanes of x[i], added up in the same order for every i. A tree that halves the
 // number of vectors at each step, two shuffles and an addition a pair: 30 shuffles for 16 vectors, where a
 // transposition has 64. xsimd has none for double here.
 template <class T>
 MH_INLINE vec<T> sums_of(const vec<T>* x) {
   if constexpr (sizeof(T) == 4) {
-    const auto pair = [](__m512 a, __m512 b) {
-      return _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
-    };
-    const auto four = [](__m512d a, __m512d b) {
-      return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
-    };
     const auto quarters = [](__m512 a, __m512 b) {
       return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
     };
     __m512 r[4];
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) r[i] = four(pair(x[4 * i], x[4 * i + 1]), pair(x[4 * i + 2], x[4 * i + 3]));
+    for (int i = 0; i < 4; ++i) r[i] = quarter_sums(x + 4 * i);
     return quarters(quarters(r[0], r[1]), quarters(r[2], r[3]));
   } else {
     const auto pair = [](__m512d a, __m512d b) {

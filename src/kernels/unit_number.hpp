@@ -47,6 +47,18 @@ struct in_bf16 {
     odd = xsimd::bitwise_cast<float>(word & upper);
     return word;
   }
+  // The same of neighbours, `low` first, who lie in the word as in memory. As floats they come in another order.
+  static MH_INLINE word_vec round_neighbours(vec<float>& low, vec<float>& high) {
+#if defined(__AVX512BF16__)
+    const auto word = word_vec(reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
+    low = xsimd::bitwise_cast<float>(word << 16);
+    high = xsimd::bitwise_cast<float>(word & word_vec(0xffff0000U));
+    return word;
+#else
+    deinterleave<float>(low, high);
+    return round(low, high);
+#endif
+  }
   // Cut off instead, which costs half as much and leaves no rest in the end either.
   static MH_INLINE word_vec part(vec<float>& even, vec<float>& odd) {
     const word_vec upper(0xffff0000U);

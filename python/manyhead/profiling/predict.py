@@ -114,14 +114,18 @@ UNITS = {
 UNIT_PARTS = {"bf16": (1, 1, 1), "whole": (1, 1, 2), "f16": (2, 4, 3), "f32": (3, 6, 6)}
 UNIT_FAST_PARTS = {"bf16": (1, 1, 1), "whole": (1, 1, 1), "f16": (2, 3, 2), "f32": (3, 6, 4)}
 
-# Decode route with the unit's products (plan: unit_steps), cycles a key of a head, as measured in L2 with 4 to 24
-# rows and heads of 64 to 256: each line of K and V is read and, of V, paired; the second block of rows, from 17 on,
-# takes K again.
+# Decode route with the unit's products (plan: unit_steps) and tiles, cycles a key of a head, as measured in L2 with 4
+# to 24 rows and heads of 64 to 256: each line of K and V is read and, of V, paired; the second block of rows, from 17
+# on, takes K again.
 STEP_KEY = 7.0
 STEP_LINE = 2.0
 STEP_BLOCK = 2.4  # of a line of K, with each block more
 STEP_WEIGHT = 0.75  # of a row
 STEP_RESULT = 1.1  # of 32 dims, with each block
+
+# And by pairs: `peak` is then the unit's, so products are counted as multiply-adds are. Nothing is widened, but rows of
+# V are joined; the sums of four rows and more lie in the lanes of one vector.
+PAIR_SUM = 0.6
 
 LINE = 64  # bytes
 # Whatever the core, in cycles.
@@ -240,7 +244,8 @@ def predict(planned: Planned, rates: Rates) -> Prediction:
     shape = Shape(planned)
     peak = 2 * shape.lanes * rates.clock * planned.threads / rates.arithmetic  # cycles of a vector of multiply-adds
     on_unit = planned.plan.get("unit_steps")  # older records have none
-    route = {"decode": _unit_steps if on_unit else _decode, "matrix": _matrix}.get(planned.route, _tile)
+    by_tiles = on_unit and UNITS.get(planned.isa, AMX).step == UNIT  # else in the place of multiply-adds
+    route = {"decode": _unit_steps if by_tiles else _decode, "matrix": _matrix}.get(planned.route, _tile)
     last = planned.plan["last_rows"]
     cycles = route(planned, shape.of_rows(shape.rows - last), peak)
     if last > 0:
@@ -345,14 +350,16 @@ def _decode(
     core, rows = shape.core, shape.rows
     keys = shape.heads * shape.reached(rows)
     k, v = (keys * _blocks(dim, shape.lanes) for dim in (shape.d, shape.v))
-    load = core.load + (core.convert if shape.item == 2 else 0)
+    by_pairs = planned.plan.get("unit_steps", False)
+    load = core.load + (core.convert if shape.item == 2 and not by_pairs else 0)
+    lane_sum = PAIR_SUM if by_pairs and rows >= 4 else core.lane_sum
     # Four rows at a time, then two, then one: each pass reads the keys of a tile again, from L1.
     loads = (rows // 4 + (rows % 4).bit_count()) * load
     copied = (k + v) * core.copy if copies else 0.0
     weighed = keys * rows / shape.lanes
     at_once = 2 * peak  # where a core does one multiply-add a cycle instead of two
     return {
-        "scores": k * (rows * core.dot * at_once + loads) + keys * rows * core.lane_sum,
+        "scores": k * (rows * core.dot * at_once + loads) + keys * rows * lane_sum,
         "values": v * (rows * core.add * at_once + loads),
         "softmax": weighed * core.decode_softmax * (F64_SOFTMAX if shape.real == 8 else 1),
         "mask": _masks(planned, shape, weighed, rows),
