@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -136,6 +137,22 @@ def test_steps_on_the_unit_take_its_time_whatever_the_rows():
     assert few["softmax"] < many["softmax"] < 4 * few["softmax"]
     assert few["scores"] < work(4)["scores"] and many["scores"] < 0.5 * work(16)["scores"]
     assert work(17, unit_steps=True)["scores"] > many["scores"]
+
+
+def test_steps_by_pairs_are_multiplied_at_the_rate_of_the_unit():
+    line = "bf16 b1 h8 q4 kv256 d64"
+    row = next(row for row in MEASURED if row["route"] == "decode" and dtype_of(row) == "bf16")
+    plan = row["plan"] | {"tasks": 8, "chunks": 1, "flops": 2.0 * 8 * 4 * 256 * 128}
+
+    def planned(isa: str, **more: bool) -> predict.Planned:
+        return as_planned(row | {"problem": line, "isa": isa, "plan": plan | more})
+
+    pairs, fmas = planned("avx512_bf16", unit_steps=True), planned("avx512")
+    assert (predict.unit_of(pairs), predict.unit_of(fmas)) == ("bf16", "f32")
+    assert predict.unit_of(planned("amx", unit_steps=True)) == "f32"  # of tiles the model has cycles
+    twice = replace(row["rates"], arithmetic=2 * row["rates"].arithmetic)
+    fast, slow = predict.predict(pairs, twice).terms, predict.predict(fmas, row["rates"]).terms
+    assert fast["scores"] < 0.6 * slow["scores"] and fast["values"] < 0.8 * slow["values"]
 
 
 def test_twice_the_heads_take_twice_as_long():

@@ -167,9 +167,15 @@ class Prediction:
     limit: str
 
 
+def by_pairs(planned: Planned) -> bool:
+    """Whether a step's products are the unit's in the place of multiply-adds, not with tiles."""
+    return bool(planned.plan.get("unit_steps")) and UNITS.get(planned.isa, AMX).step != UNIT  # older records have none
+
+
 def unit_of(planned: Planned) -> str:
-    """The dtype whose multiply-adds the plan uses: only the matrix route has those of 16-bit types, also for f32."""
-    if planned.route == "matrix":
+    """The dtype whose multiply-adds the plan uses: of 16-bit types those of the matrix route, for f32 too, and of steps
+    by pairs."""
+    if planned.route == "matrix" or by_pairs(planned):
         return "bf16" if planned.dtype == "f32" else planned.dtype
     return "f64" if planned.dtype == "f64" else "f32"
 
@@ -243,8 +249,7 @@ def traffic(planned: Planned, l2_bytes: int) -> float:
 def predict(planned: Planned, rates: Rates) -> Prediction:
     shape = Shape(planned)
     peak = 2 * shape.lanes * rates.clock * planned.threads / rates.arithmetic  # cycles of a vector of multiply-adds
-    on_unit = planned.plan.get("unit_steps")  # older records have none
-    by_tiles = on_unit and UNITS.get(planned.isa, AMX).step == UNIT  # else in the place of multiply-adds
+    by_tiles = planned.plan.get("unit_steps") and not by_pairs(planned)
     route = {"decode": _unit_steps if by_tiles else _decode, "matrix": _matrix}.get(planned.route, _tile)
     last = planned.plan["last_rows"]
     cycles = route(planned, shape.of_rows(shape.rows - last), peak)
@@ -350,9 +355,9 @@ def _decode(
     core, rows = shape.core, shape.rows
     keys = shape.heads * shape.reached(rows)
     k, v = (keys * _blocks(dim, shape.lanes) for dim in (shape.d, shape.v))
-    by_pairs = planned.plan.get("unit_steps", False)
-    load = core.load + (core.convert if shape.item == 2 and not by_pairs else 0)
-    lane_sum = PAIR_SUM if by_pairs and rows >= 4 else core.lane_sum
+    pairs = by_pairs(planned)
+    load = core.load + (core.convert if shape.item == 2 and not pairs else 0)
+    lane_sum = PAIR_SUM if pairs and rows >= 4 else core.lane_sum
     # Four rows at a time, then two, then one: each pass reads the keys of a tile again, from L1.
     loads = (rows // 4 + (rows % 4).bit_count()) * load
     copied = (k + v) * core.copy if copies else 0.0
