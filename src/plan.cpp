@@ -122,31 +122,30 @@ bool goes_to_unit(const problem& p, const dtype_kernels& kernels, double pairs_o
   return used * of_tile_route > of_pairs + 22.7 * whole(p.kv_len) + 15.9 * whole(rows);
 }
 
-// Whether a step of few rows is the decode route's with the unit's products (decode_unit.hpp). Measured on one thread of an
-// Intel Xeon (AMX), bf16, in the time that decode by multiply-adds takes (up to 10 rows) or the matrix route (from 11 on): 32 to
-// 512 keys in cache, heads of 64 and 128, 2 rows 1.0 to 1.45, 3 and 4 rows 0.63 to 1.02 (48 keys of 64 take as long), 6 and 8
-// rows 0.41 to 0.77, 12 and 16 rows 0.47 to 0.73, 20 rows 0.7 to 1.0, 24 rows 0.82 to 1.12, 28 rows 0.88 to 1.13; 16 keys 0.85 to
-// 1.15, 24 keys 0.71 to 0.98. From L3, 3 rows 0.8, 4 rows 0.94 to 0.97, 6 rows 0.66. Heads of 256 from L3: 3 rows 1.06, 4 rows
-// 1.15 to 1.27, 6 rows 0.87, 12 rows 0.94, 20 rows 1.08. f16 on a unit that has it: unmeasured, taken as bf16.
-//
-// By pairs (decode_pairs.hpp) on Zen 4, heads of 32 to 256, one thread, speed beside multiply-adds: 16 to 512 keys in cache 1 row
-// 1.0 to 1.25, 2 rows 1.1 to 1.4, 4 rows 1.15 to 1.6, 8 rows 1.2 to 1.8, 16 rows 0.91 to 1.8; 8 keys 0.93 to 1.15 up to 8 rows, 12 and 16
-// rows of heads of 32 and 64 0.7 to 0.95. Beside the matrix route, 32 to 4096 keys: 17 rows 1.36 to 1.72, 24 rows 1.19 to 1.28, 28 rows
-// 1.02 to 1.08, 32 rows 0.91 to 0.98. From memory 3 rows and more 1.0 to 1.8, but 1 and 2 rows 0.8 to 1.0, from L3 1.05 to 1.2: lines
-// asked for come too late then (docs/experiments.md).
+// Whether steps go by pairs (decode_pairs.hpp). On Zen 4, heads of 32 to 256, one thread, speed beside multiply-adds: 16 to 512 keys in
+// cache 1 row 1.0 to 1.25, 2 rows 1.1 to 1.4, 4 rows 1.15 to 1.6, 8 rows 1.2 to 1.84, 16 rows 0.91 to 1.8; 8 keys 0.93 to 1.15 up to 8 rows,
+// 12 and 16 rows of heads of 32 and 64 0.7 to 0.95. Beside the matrix route, 32 to 4096 keys: 17 rows 1.36 to 1.72, 24 rows 1.19 to 1.28, 28
+// rows 1.02 to 1.08, 32 rows 0.91 to 0.98. From memory 3 rows and more 1.0 to 1.8, but 1 and 2 rows 0.8 to 1.0, from L3 1.05 to 1.2: lines
+// asked for come too late then (docs/experiments.md). Unmeasured on Zen 5, where VDPBF16PS is as much faster than multiply-adds.
 bool steps_by_pairs(const problem& p) {
   constexpr int64_t most_rows = 28, most_rows_of_few_keys = 8, few_keys = 16;
   return p.group() * p.q_len <= (p.kv_len < few_keys ? most_rows_of_few_keys : most_rows);
 }
 
-// So one and two rows do so up to half of the 32 MB of L3 that such CPUs have. The kernel asks how many keys an entry has in use: bits may
-// depend neither on the batch nor on how far its entries are padded.
+// So one and two rows do so up to half of L3 as it was there, 32 MB. The kernel asks how many keys an entry has in use: bits may depend
+// neither on the batch nor, from 16 keys on, on how far its entries are padded.
 int64_t most_keys_on_unit(const problem& p, const dtype_kernels& kernels) {
   constexpr int64_t most_bytes = 16 << 20;
   if (kernels.unit_steps != steps_of_pairs || p.group() * p.q_len > 2) return std::numeric_limits<int64_t>::max();
   return most_bytes / (p.kv_heads * (p.head_dim + p.v_dim) * dtype_bytes(p.dtype));
 }
 
+// Whether a step of few rows is the decode route's with the unit's products (decode_unit.hpp). Measured on one thread of an
+// Intel Xeon (AMX), bf16, in the time that decode by multiply-adds takes (up to 10 rows) or the matrix route (from 11 on): 32 to
+// 512 keys in cache, heads of 64 and 128, 2 rows 1.0 to 1.45, 3 and 4 rows 0.63 to 1.02 (48 keys of 64 take as long), 6 and 8
+// rows 0.41 to 0.77, 12 and 16 rows 0.47 to 0.73, 20 rows 0.7 to 1.0, 24 rows 0.82 to 1.12, 28 rows 0.88 to 1.13; 16 keys 0.85 to
+// 1.15, 24 keys 0.71 to 0.98. From L3, 3 rows 0.8, 4 rows 0.94 to 0.97, 6 rows 0.66. Heads of 256 from L3: 3 rows 1.06, 4 rows
+// 1.15 to 1.27, 6 rows 0.87, 12 rows 0.94, 20 rows 1.08. f16 on a unit that has it: unmeasured, taken as bf16.
 bool steps_on_unit(const problem& p, const dtype_kernels& kernels) {
   if (p.head_dim % 32 != 0 || p.v_dim % 32 != 0 || !unit_takes_scores(p)) return false;
   if (kernels.unit_steps == steps_of_pairs) return steps_by_pairs(p);
@@ -162,11 +161,11 @@ bool steps_on_unit(const problem& p, const dtype_kernels& kernels) {
 // 1.09 times as fast (512 keys 1.12), Zen 4 1.0 to 1.04 (512 the same), where nothing is asked for 1.05 to 1.1; AVX2 1.03
 // to 1.05. bf16, heads of 64, 128 keys: Zen 5 1.02 to 1.28. Three rows and more: 0.70 to 1.02. By pairs, which take less time,
 // Zen 4 64 KB instead of 16 1.03 to 1.1.
-int64_t decode_keys(const problem& p, int64_t rows, bool by_pairs) {
+int64_t decode_keys(const problem& p, int64_t rows, bool by_pairs = false) {
   int64_t keys = keys_of_tile[route_decode];
   if (rows > 2) return keys;
   const int64_t size = dtype_bytes(p.dtype), row_bytes = std::max(p.head_dim, p.v_dim) * size;
-  const int64_t most_bytes = size == 4 || size == 8 ? 256 << 10 : by_pairs ? 64 << 10 : 16 << 10;
+  const int64_t most_bytes = size > 2 ? 256 << 10 : by_pairs ? 64 << 10 : 16 << 10;
   while (2 * keys <= most_tile_keys && 2 * keys * row_bytes <= most_bytes) keys *= 2;
   return keys;
 }
@@ -318,6 +317,13 @@ bool needs_copy(const problem& p, route kernel, int64_t lanes) {
                                                  are_apart(crowding_bytes, p.v_strides[2], p.v_dim, size));
 }
 
+// Whether the last rows of a head go by pairs (steps_by_pairs). Zen 4, bf16, 33 to 155 tokens, heads of 64 and 128: 1 row 0.98 to 1.01 times as fast as by multiply-adds, 5 to 13
+// 1.02 to 1.23, and beside the unit's panels 17 rows 1.07 to 1.17, 23 1.02 to 1.05, 27 0.94 to 0.99.
+bool last_by_pairs(const plan& plan) {
+  return plan.kernel == route_matrix && plan.p.head_dim % 32 == 0 && plan.p.v_dim % 32 == 0 &&
+         plan.table->dtype[plan.p.dtype].unit_steps == steps_of_pairs;
+}
+
 // The last rows of a head where they would fill so little of a panel's last vector, or of the unit's last panel, that the
 // decode route does them sooner: of 17, 49 (windows of 7 x 7), 197 or 577 (images and their class) 1, 1, 5 and 1. On Zen 4,
 // 17 to 144 rows and heads of 32 to 128, f32 with AVX-512 1 row 1.23 to 1.33 times as fast as a vector of it, 4 rows 1.18 to
@@ -325,12 +331,6 @@ bool needs_copy(const problem& p, route kernel, int64_t lanes) {
 // 577 1.05 to 1.07. They were even at 8, 12 and 14 rows of heads of 32, 64 and 128, on AVX2 at 4, 6 and 7. Elsewhere, where
 // a second vector costs less (two of 16 lanes are multiplied a cycle, or a unit of tiles), it is unmeasured: fewer rows, and
 // none of vectors of 4 and 2.
-// By pairs (steps_by_pairs), Zen 4, bf16, 33 to 155 tokens, heads of 64 and 128: 1 row 0.98 to 1.01 times as fast as by multiply-adds, 5 to 13
-// 1.02 to 1.23, and beside the unit's panels 17 rows 1.07 to 1.17, 23 1.02 to 1.05, 27 0.94 to 0.99.
-bool last_by_pairs(const plan& plan) {
-  return plan.kernel == route_matrix && plan.p.head_dim % 32 == 0 && plan.p.v_dim % 32 == 0 &&
-         plan.table->dtype[plan.p.dtype].unit_steps == steps_of_pairs;
-}
 int64_t last_rows_of(const plan& plan, int64_t lanes, cpu_core core) {
   const problem& p = plan.p;
   const bool matrix = plan.kernel == route_matrix;
@@ -472,7 +472,7 @@ kernel_call last_call(const plan& plan, const kernel_call& of_panels) {
   kernel_call c = of_panels;
   c.unit_steps = last_by_pairs(plan);
   c.unit_keys = std::numeric_limits<int64_t>::max();
-  c.block_kv = decode_keys(plan.p, plan.last_rows, c.unit_steps != 0);
+  c.block_kv = decode_keys(plan.p, plan.last_rows);
   c.copy_kv = needs_copy(plan.p, route_decode, plan.lanes());
   return c;
 }
@@ -520,7 +520,8 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cp
   plan.prefetch = !unasked && l2s > (arithmetic ? 1 : 4);
   plan.asks_own = asks_for_own(core, p, l3s);
   plan.adds_rows = adds_rows(core, plan);
-  plan.asks_l1 = core != cpu_core::zen4;
+  // Nor where tiles are larger than L1 (decode_keys).
+  plan.asks_l1 = core != cpu_core::zen4 && !(plan.unit_steps && rows <= 2);
   const bool matrix = plan.kernel == route_matrix;
   plan.panel_rows = matrix ? matrix_rows : table.panel_rows[f64];
   const std::optional<problem> one = plan.kernel == route_decode ? joined(p) : std::nullopt;

@@ -46,7 +46,7 @@ struct plan {
   bool asks_own;                              // decode does with K for K, with V for V
   bool asks_l1;                               // and of rows in 16 bits, into L1
   bool adds_rows;                             // 3 rows more than whole fours are done as four
-  bool unit_steps;                            // decode steps multiply on the matrix unit
+  bool unit_steps;                            // decode steps multiply on the matrix unit, of up to call.unit_keys keys
   bool turns;                                 // the kv heads of a decode step's task take turns, a few keys each
   bool copy_kv;                               // tiles of K and V are copied (converted, made contiguous) before use
   bool second_pass;                           // weights, mean weights, scores or column sums are written after out

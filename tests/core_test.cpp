@@ -254,9 +254,20 @@ TEST_CASE("one row and two decode with larger tiles, as far as a tile of K goes 
   };
   for (const auto& x : tiles) {
     const plan plan = plan_of(x.line);
-    // By pairs a tile of K may have four times the bytes.
     const int64_t keys = plan.unit_steps ? std::min<int64_t>(4 * x.keys, 256) : x.keys;
     if (plan.kernel == route_decode) CHECK_MESSAGE(plan.block_kv == keys, x.line << ": " << plan.block_kv);
+  }
+  // By pairs a tile of K may have four times the bytes, and is asked for into L2.
+  for (const kernel_table* table : tables()) {
+    const bool by_pairs = table->dtype[MH_DTYPE_BF16].unit_steps == steps_of_pairs;
+    for (const cpu_core core : {cpu_core::zen4, cpu_core::zen5, cpu_core::other}) {
+      const auto plan_for = [&](const char* line) { return make_plan(problem_of(line), *table, l2, core); };
+      const plan one = plan_for("bf16 b1 h8 q1 kv4000 d128"), two = plan_for("bf16 b1 h8 q2 kv4000 d256");
+      CHECK((one.block_kv == (by_pairs ? 256 : 64) && two.block_kv == (by_pairs ? 128 : 64)));
+      CHECK(one.asks_l1 == (core != cpu_core::zen4 && !by_pairs));
+      CHECK(plan_for("bf16 b1 h8 q3 kv4000 d128").asks_l1 == (core != cpu_core::zen4));
+      CHECK(plan_for("f16 b1 h8 q1 kv4000 d128").block_kv == 64);
+    }
   }
 }
 
@@ -867,7 +878,7 @@ TEST_CASE("an ISA with a matrix unit has the unit's kernels over those of anothe
       CAPTURE(i);
       CHECK((own.attention[route_tile] != nullptr && own.attention[route_tile] == other.attention[route_tile]));
       CHECK((own.attention[route_decode] != nullptr));
-      CHECK(((own.attention[route_decode] != other.attention[route_decode]) == (own.unit_steps > other.unit_steps)));
+      CHECK(((own.attention[route_decode] != other.attention[route_decode]) == (own.unit_steps != other.unit_steps)));
       CHECK((own.weights == other.weights && own.merge == other.merge && own.merge_real == other.merge_real));
       CHECK((own.linear != nullptr && own.linear == other.linear && own.widen == other.widen));
       CHECK(((own.widen != nullptr) == (i == MH_DTYPE_BF16 || i == MH_DTYPE_F16)));

@@ -406,6 +406,16 @@ TEST_CASE("a few rows take the unit in the decode route where it has kernels for
       CHECK((!plan.unit_steps || (plan.block_kv == 32) == tiles));
       return plan.unit_steps;
     };
+    // One row and two of so many keys, by 16 MB of a batch entry.
+    const auto most_keys = [&](const char* line) {
+      return make_plan(test_case(parse_problem(line), false).p, *table, large_l2).call.unit_keys;
+    };
+    if (table->dtype[MH_DTYPE_BF16].unit_steps == steps_of_pairs) {
+      for (const char* line :
+           {"bf16 b1 h2 q2 kv100 d64", "bf16 b9 h2 q1 kv50000 d64", "bf16 b9 h4/2 q1 kv7 d32 v96 lens"})
+        CHECK(most_keys(line) == 32768);
+      CHECK(most_keys("bf16 b1 h2 q3 kv100 d64") > int64_t{1} << 40);
+    }
     const std::string isa = table->isa;
     const bool tiles = isa == "amx" || isa == "amx_fp16" || isa == "emu512";
     const bool pairs = isa == "avx512_bf16" || isa == "emu128";

@@ -33,7 +33,7 @@ struct in_pairs {
 };
 
 MH_INLINE word_vec load_words(const uint16_t* p) {
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) && !defined(__SANITIZE_ADDRESS__)
   // By an intrinsic or memcpy g++ 12 sends some by way of the stack. But steps with tiles take 1.06 times as long this way.
   __m512i x;
   asm("vmovdqu64 %1, %0" : "=v"(x) : "m"(*reinterpret_cast<const __m512i_u*>(p)));

@@ -254,7 +254,8 @@ def predict(planned: Planned, rates: Rates) -> Prediction:
     last = planned.plan["last_rows"]
     cycles = route(planned, shape.of_rows(shape.rows - last), peak)
     if last > 0:
-        # In one task of each head, with the multiply-adds of vectors; K and V in 16 bits are read where they lie.
+        # In one task of each head, with the multiply-adds of vectors (by pairs taken as if with them); K and V in 16
+        # bits are read where they lie.
         fma = 0.5 if planned.route == "matrix" else peak
         apart = any(strides[3] not in (0, 1) for strides in (planned.problem.k_strides, planned.problem.v_strides))
         step = _decode(planned, shape.of_rows(last), fma, tasks=shape.heads * shape.chunks, copies=apart)
