@@ -122,6 +122,9 @@ bool goes_to_unit(const problem& p, const dtype_kernels& kernels, double pairs_o
   return used * of_tile_route > of_pairs + 22.7 * whole(p.kv_len) + 15.9 * whole(rows);
 }
 
+// Heads that the unit's products of steps take (kernel_api.hpp: how_unit_steps).
+bool has_whole_steps(const problem& p) { return p.head_dim % 32 == 0 && p.v_dim % 32 == 0; }
+
 // Whether steps go by pairs (decode_pairs.hpp). On Zen 4, heads of 32 to 256, one thread, speed beside multiply-adds: 16 to 512 keys in
 // cache 1 row 1.0 to 1.25, 2 rows 1.1 to 1.4, 4 rows 1.15 to 1.6, 8 rows 1.2 to 1.84, 16 rows 0.91 to 1.8; 8 keys 0.93 to 1.15 up to 8 rows,
 // 12 and 16 rows of heads of 32 and 64 0.7 to 0.95. Beside the matrix route, 32 to 4096 keys: 17 rows 1.36 to 1.72, 24 rows 1.19 to 1.28, 28
@@ -147,7 +150,7 @@ int64_t most_keys_on_unit(const problem& p, const dtype_kernels& kernels) {
 // 1.15, 24 keys 0.71 to 0.98. From L3, 3 rows 0.8, 4 rows 0.94 to 0.97, 6 rows 0.66. Heads of 256 from L3: 3 rows 1.06, 4 rows
 // 1.15 to 1.27, 6 rows 0.87, 12 rows 0.94, 20 rows 1.08. f16 on a unit that has it: unmeasured, taken as bf16.
 bool steps_on_unit(const problem& p, const dtype_kernels& kernels) {
-  if (p.head_dim % 32 != 0 || p.v_dim % 32 != 0 || !unit_takes_scores(p)) return false;
+  if (!has_whole_steps(p) || !unit_takes_scores(p)) return false;
   if (kernels.unit_steps == steps_of_pairs) return steps_by_pairs(p);
   const int64_t rows = p.group() * p.q_len;
   const bool large = p.head_dim + p.v_dim > 256;
@@ -317,10 +320,11 @@ bool needs_copy(const problem& p, route kernel, int64_t lanes) {
                                                  are_apart(crowding_bytes, p.v_strides[2], p.v_dim, size));
 }
 
-// Whether the last rows of a head go by pairs (steps_by_pairs). Zen 4, bf16, 33 to 155 tokens, heads of 64 and 128: 1 row 0.98 to 1.01 times as fast as by multiply-adds, 5 to 13
-// 1.02 to 1.23, and beside the unit's panels 17 rows 1.07 to 1.17, 23 1.02 to 1.05, 27 0.94 to 0.99.
+// Whether the last rows of a head go by pairs (steps_by_pairs). Zen 4, bf16, 33 to 155 tokens, heads of 64 and 128: 1 row 0.98 to
+// 1.01 times as fast as by multiply-adds, 5 to 13 1.02 to 1.23, and beside the unit's panels 17 rows 1.07 to 1.17, 23 1.02 to 1.05,
+// 27 0.94 to 0.99.
 bool last_by_pairs(const plan& plan) {
-  return plan.kernel == route_matrix && plan.p.head_dim % 32 == 0 && plan.p.v_dim % 32 == 0 &&
+  return plan.kernel == route_matrix && has_whole_steps(plan.p) &&
          plan.table->dtype[plan.p.dtype].unit_steps == steps_of_pairs;
 }
 

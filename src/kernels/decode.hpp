@@ -566,8 +566,8 @@ struct decode_task {
 #pragma GCC unroll 8
         for (int n = 0; n < N; ++n) {
           if constexpr (For != asks::nothing) {
-            ask<For>(asked.base + n * 64);
-            ask<For>(asked.base + asked.stride + n * 64);
+            ask<For>(asked.base + n * 4 * w);
+            ask<For>(asked.base + asked.stride + n * 4 * w);
           }
           word_vec even, odd;
           join_rows(load_words(row + n * 2 * w), load_words(other + n * 2 * w), even, odd);

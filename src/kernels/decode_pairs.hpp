@@ -6,26 +6,22 @@
 //   O[row] += P[row][pair of keys] * V[pair of keys]               lanes over dims; two rows of V joined, even and odd
 //                                                                  dims apart (decode.hpp: pairs_apart)
 //
-// With rows in the lanes a key is one sum of 16 lanes, not R of them: beside 32 products of a row with 16 keys of 64 dims, adding lanes
-// up takes 6 instructions for each of 8 rows, 11 of 4, 45 of one. With lanes over dims alone, as multiply-adds have it, 8 and 16 rows took 1.2 times as long.
+// With rows in the lanes a key is one sum of 16 lanes, not R of them: beside 32 products of a row with 16 keys of 64 dims, adding
+// lanes up takes 6 instructions for each of 8 rows, 11 of 4, 45 of one. With lanes over dims alone, as multiply-adds have it, 8
+// and 16 rows took 1.2 times as long.
 //
 // decode.hpp has the loops, where E = in_pairs takes this way. Weights are rounded, and what the unit cannot do is left to
 // multiply-adds, head by head, as with a unit of tiles (decode_unit.hpp). BFDOT of AArch64 could do the same.
 #pragma once
 
-#include "unit_number.hpp"
+#include "matrix_unit.hpp"
 
 namespace manyhead::MH_ISA {
 namespace {
 
 // Whether steps of D take it.
-#if MH_UNIT_COLUMNS
 template <class D>
-inline constexpr bool unit_takes_pairs = std::is_same_v<D, bf16>;
-#else
-template <class D>
-inline constexpr bool unit_takes_pairs = false;
-#endif
+inline constexpr bool unit_takes_pairs = unit_takes_columns && std::is_same_v<D, bf16>;
 
 // The elements of K and V, as loops see them that multiply pairs.
 struct in_pairs {
@@ -90,11 +86,6 @@ MH_INLINE word_vec repeat_pairs(const uint16_t* p) {
 // x[key]: sums of R rows, lanes / R partial ones of each. to[row * stride + key] = their sums times `scale`.
 template <int R>
 MH_INLINE void put_sums(vec<float> (&x)[lanes<float>], vec<float> scale, float* to, int64_t stride) {
-  [[maybe_unused]] constexpr int w = static_cast<int>(lanes<float>);
-  if constexpr (R == 1) {
-    (sums_of<float>(x) * scale).store_aligned(to);
-    return;
-  }
 #if defined(__AVX512F__)
   // four[i]: quarter q has what row first + q * step is of keys 4 i to 4 i + 3.
   const auto put_quarters = [&](const __m512(&four)[4], int first, int step) MH_INLINE_LAMBDA {
@@ -105,9 +96,11 @@ MH_INLINE void put_sums(vec<float> (&x)[lanes<float>], vec<float> scale, float* 
 #pragma GCC unroll 4
     for (int q = 0; q < 4; ++q) (vec<float>(row[q]) * scale).store_aligned(to + (first + q * step) * stride);
   };
-  if constexpr (R == 8) {
-    __m512 two[8],
-        four[2][4];  // quarter q: rows 2 q and 2 q + 1 of a key, and of the next; of the even rows and the odd ones
+  if constexpr (R == 1) {
+    (sums_of<float>(x) * scale).store_aligned(to);
+  } else if constexpr (R == 8) {
+    // Quarter q: rows 2 q and 2 q + 1 of a key, and of the next; then of the even rows and of the odd ones.
+    __m512 two[8], four[2][4];
 #pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) {
       const __m512 p = x[2 * i], q = x[2 * i + 1];
@@ -134,6 +127,7 @@ MH_INLINE void put_sums(vec<float> (&x)[lanes<float>], vec<float> scale, float* 
     (vec<float>(_mm512_shuffle_f32x4(eight[0], eight[1], 0xdd)) * scale).store_aligned(to + stride);
   }
 #else
+  constexpr int w = static_cast<int>(lanes<float>);
   transpose<float>(x);
   for (int r = 0; r < R; ++r) {
     vec<float> sum = x[r * w / R];

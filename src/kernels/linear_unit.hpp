@@ -179,7 +179,8 @@ struct linear_unit_task {
   }
   // In a turn: as many as bring it, or nearly, where turns are a step of one part.
   int64_t lines_of_turn() const { return short_turns ? unit_block * 4 / 64 / row_blocks() : 4; }
-  // VDPBF16PS reads W in one piece, line after line, which the hardware does as well by itself: Zen 4, 0.98 to 1.0 with words asked for.
+  // VDPBF16PS reads W in one piece, line after line, which the hardware does as well by itself: Zen 4, 0.98 to 1.0 with words
+  // asked for.
   static constexpr bool asks_for_words = asks_ahead && !unit_takes_columns;
 
   // 32 x 32 sums on their way to y, a vector at a time: y = added + sums, for as many rows and columns as there are.
@@ -242,7 +243,7 @@ struct linear_unit_task {
           adding.step();
           if constexpr (asks_for_words) next.step();
           // The next rows of x, into L1, an eighth of them; the hardware goes on: 1.03 to 1.12, of f16 0.99 to 1.0, of f32 0.95.
-          if constexpr (asks_for_words && short_turns) __builtin_prefetch(next_x + 64 * i, 0, 3);
+          if constexpr (asks_ahead && short_turns) __builtin_prefetch(next_x + 64 * i, 0, 3);
         }
         next_x += 256;
         if constexpr (asks_for_words && parts == 1) {

@@ -129,9 +129,9 @@ inline constexpr int unit_parts = 3;
 // On Zen 5, 8 heads of 16, 32, 64 and 128, 32 to 256 keys: 16 rows 0.77 to 1.25, 20 rows 1.06 to 1.76, but 16 keys 0.67 to 0.92.
 template <int Parts>
 inline constexpr unit_size unit_least = {17, 32};
-// On Zen 4 one row is 1.0 to 1.36 times as fast as with FMAs, and more are 1.5 to 2.8 times as fast (docs/performance-other-cpus.md). So all
-// rows, which then have the same bits whatever their number. Of the sum all at once: pieces of 24 KB, for an L1 of 32, 0.8 to 1.0, with
-// 768 numbers and more than 4 rows 0.8 to 0.98.
+// On Zen 4 one row is 1.0 to 1.36 times as fast as with FMAs, and more are 1.5 to 2.8 times as fast
+// (docs/performance-other-cpus.md). So all rows, which then have the same bits whatever their number. Of the sum all at once: pieces
+// of 24 KB, for an L1 of 32, 0.8 to 1.0, with 768 numbers and more than 4 rows 0.8 to 0.98.
 template <int Parts>
 inline constexpr unit_linear linear_on_unit = {1, 2, 4096};
 #else
