@@ -12,7 +12,7 @@ import sys
 from ctypes import POINTER, c_char, c_char_p, c_int32, c_int64, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p
 from math import prod
 from numbers import Integral, Real
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -36,6 +36,7 @@ class _Codes(dict):
 
 
 CODES = _Codes()
+_BOOLS = np.dtype(np.bool_), np.dtype(np.uint8)
 
 _Choice = TypeVar("_Choice")
 
@@ -43,6 +44,24 @@ _address = ctypes.addressof
 _from_buffer = c_char.from_buffer
 _UINT16 = np.dtype(np.uint16)
 _FIRST = [(0,) * (ndim - 1) + (slice(1),) * (ndim > 0) for ndim in range(65)]  # an array of the first element alone
+
+
+class Shape(NamedTuple):
+    """A contiguous array that does not exist yet, for plans made from shapes."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        strides = [self.dtype.itemsize] * len(self.shape)
+        for axis in range(len(self.shape) - 1, 0, -1):
+            strides[axis - 1] = strides[axis] * max(self.shape[axis], 1)
+        return tuple(strides)
 
 
 def is_bf16(dtype: np.dtype) -> bool:
@@ -176,9 +195,19 @@ def _listed(x: Any, name: str) -> np.ndarray:
 def mask(x: Any, name: str) -> np.ndarray:
     """A boolean input: one byte an element."""
     array = _listed(x, name)
-    if array.dtype not in (np.bool_, np.uint8):
+    if array.dtype not in _BOOLS:
         raise TypeError(f"{name} has dtype {array.dtype}, must be bool or uint8")
     return array
+
+
+def any_mask(x: Any, name: str) -> np.ndarray:
+    """A boolean input, or floats to add."""
+    array = np.asarray(x) if isinstance(x, (list, tuple)) else view(x, name)
+    if array.dtype in _BOOLS:
+        return array
+    if array.dtype.kind in "iuO":
+        raise TypeError(f"{name} has dtype {array.dtype}, must be bool or uint8 (true = attend) or a float type")
+    return floats(array, name)
 
 
 def index_vector(x: Any, name: str) -> np.ndarray:

@@ -10,6 +10,7 @@ import numpy as np
 
 from ._arrays import (
     CODES,
+    Shape,
     address,
     aligned_empty,
     element_strides,
@@ -23,8 +24,8 @@ from ._exec import make_exec, thread_limit
 from ._library import lib, raise_for
 from ._plan import (
     CPlan,
+    Inputs,
     Options,
-    Shape,
     as_arrays,
     forget,
     gather,
@@ -195,12 +196,10 @@ class Plan:
         that would be copied first, and JAX arrays, which never change, are refused. Arguments as in run."""
         q_array, k_array, v_array = floats(q, "q"), floats(k, "k"), floats(v, "v")
         out_array = None if out is None else writable(out, "out")
-        inputs = as_arrays(
-            gather(q_array.dtype, attn_mask, attn_bias, key_mask, seqused_k, q_offset, alibi_slopes, sinks)
-        )
+        inputs = gather(q_array.dtype, attn_mask, attn_bias, key_mask, seqused_k, q_offset, alibi_slopes, sinks)
         tensors = q_array, k_array, v_array, out_array
         self._check(tensors, tuple(() if x is None else facts(x) for x in tensors), inputs)
-        arrays = {"q": q_array, "k": k_array, "v": v_array, **inputs}
+        arrays: dict[str, Any] = {"q": q_array, "k": k_array, "v": v_array, **as_arrays(inputs)}
         for name, x, field in (
             ("q", q, "q"),
             ("k", k, "k"),
@@ -223,15 +222,17 @@ class Plan:
                 )
         return BoundPlan(self._plan, q, q_array, k_array, v_array, out, out_array, inputs, threads, workspace)
 
-    def _check(self, tensors: tuple, seen: tuple, inputs: dict[str, np.ndarray]) -> None:
+    def _check(self, tensors: tuple, seen: tuple, inputs: Inputs) -> None:
         """That arrays, of which `seen` are the facts, are like those that the plan was made for."""
         for planned, x, seen_of_x in zip(self._tensors, tensors, seen, strict=True):
             if x is not None and seen_of_x != planned.facts:
                 planned.check(x)
         if inputs.keys() != self._inputs.keys():
             raise ValueError(f"the plan was made for the inputs {sorted(self._inputs)}, not {sorted(inputs)}")
-        for name, array in inputs.items():
-            self._inputs[name].check(array)
+        for name, (x, seen_of_x, _) in inputs.items():
+            planned = self._inputs[name]
+            if seen_of_x != planned.facts:
+                planned.check(x)
         if tensors[-1] is None and not self._makes_out:
             strides = self._tensors[-1].strides
             raise ValueError(f"the plan was made for an out with strides {strides} in elements: pass out")
@@ -294,7 +295,7 @@ def plan(
     tensors = {name: x if isinstance(x, Shape) else floats(x, name) for name, x in tensors.items()}
     real = real_type(tensors["q"].dtype)
     inputs = gather(
-        real,
+        tensors["q"].dtype,
         _example(attn_mask, np.dtype(np.bool_)),
         _example(attn_bias, dtype),
         _example(key_mask, np.dtype(np.bool_)),
@@ -303,15 +304,15 @@ def plan(
         _example(alibi_slopes, real),
         _example(sinks, real),
     )
-    inputs = as_arrays(inputs)
+    arrays = as_arrays(inputs)
     out = _example(out, dtype)
     if out is not None and not isinstance(out, Shape):
         out = writable(out, "out")
     made = CPlan(
-        tensors["q"], tensors["k"], tensors["v"], out, inputs, Options(q_offset=offset, window=window, **options)
+        tensors["q"], tensors["k"], tensors["v"], out, arrays, Options(q_offset=offset, window=window, **options)
     )
     tensors["out"] = out if out is not None else made.empty_out()
-    return Plan(made, tensors, inputs)
+    return Plan(made, tensors, arrays)
 
 
 class BoundPlan:
@@ -327,7 +328,7 @@ class BoundPlan:
         v: np.ndarray,
         out: Any,
         out_array: Any,
-        inputs: dict[str, np.ndarray],
+        inputs: Inputs,
         threads: int | None,
         workspace: Any,
     ) -> None:

@@ -248,7 +248,8 @@ class MultiHeadAttention:
         offsets = None
         if q_offset is not None and not isinstance(q_offset, Integral):
             offsets, q_offset = q_offset, None
-        inputs = as_arrays(gather(self.dtype, attn_mask, attn_bias, key_mask, seqused_k, offsets))
+        seen = gather(self.dtype, attn_mask, attn_bias, key_mask, seqused_k, offsets)
+        inputs = as_arrays(seen)
         q = self._tokens(x_q, "x_q", self.embed_dim)
         k = q if x_k is None else self._tokens(x_k, "x_k", self.k_embed_dim)
         v = k if x_v is None else self._tokens(x_v, "x_v", self.v_embed_dim)
@@ -277,8 +278,8 @@ class MultiHeadAttention:
         for name, array in (("x_q", q), ("x_k", k), ("x_v", v), ("out", result)):
             setattr(call, name, address(array))
             getattr(call, name + "_strides")[:] = element_strides(array)
-        for name, array in inputs.items():
-            setattr(call, "q_offsets" if name == "q_offset" else name, address(array))
+        for name, (_, _, begin) in seen.items():
+            setattr(call, "q_offsets" if name == "q_offset" else name, begin)
         weights = None
         if boolean(need_weights, "need_weights"):
             rows = (batch, q_len, kv_len + self._extra_keys)

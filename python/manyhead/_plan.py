@@ -16,21 +16,21 @@ import numpy as np
 from . import _abi
 from ._arrays import (
     CODES,
+    Shape,
+    any_mask,
     boolean,
     broadcast_strides,
     choice,
     element_strides,
-    floats,
     index_vector,
     integer,
     mask,
     number,
     real_vector,
-    view,
 )
 from ._exec import make_exec
 from ._library import check, lib, raise_for, text_of
-from ._tensors import as_array, begin_of, facts, make, numpy_type, see, stays, wrap_tensor
+from ._tensors import BOOLEANS, INDICES, MASKS, REALS, Seen, as_array, make, see, wrap_tensor
 
 _F64 = CODES[np.dtype(np.float64)]
 
@@ -41,7 +41,7 @@ _STAGE = {"raw": _abi.SCORES_RAW, "capped": _abi.SCORES_CAPPED, "biased": _abi.S
 LAYOUT = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3)}  # axes of batch, heads, length, dim
 _WEIGHTS = {False: 0, True: _abi.OUTPUT_WEIGHTS, "mean": _abi.OUTPUT_MEAN_WEIGHTS}
 
-Inputs = dict[str, Any]  # field of mh_tensors -> array
+Inputs = dict[str, Seen]  # by field of mh_tensors
 NO_INPUTS: Inputs = {}
 
 
@@ -62,24 +62,6 @@ class Options(NamedTuple):
     return_weights: bool | str = False
     return_column_sums: bool = False
     return_scores: str | None = None
-
-
-class Shape(NamedTuple):
-    """A contiguous array that does not exist yet, for plans made from shapes."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        strides = [self.dtype.itemsize] * len(self.shape)
-        for axis in range(len(self.shape) - 1, 0, -1):
-            strides[axis - 1] = strides[axis] * max(self.shape[axis], 1)
-        return tuple(strides)
 
 
 def real_type(dtype: np.dtype) -> np.dtype:
@@ -103,8 +85,7 @@ def gather(
     alibi_slopes: Any = None,
     sinks: Any = None,
 ) -> Inputs:
-    """The optional inputs of tensors of this type, under the names that mh_tensors has for them: as arrays that C can
-    read, PyTorch's masks as they are."""
+    """The optional inputs of tensors of this type, under the names that mh_tensors has for them."""
     if (
         attn_mask is None
         and attn_bias is None
@@ -115,43 +96,38 @@ def gather(
         and sinks is None
     ):
         return NO_INPUTS
-    real = real_type(dtype)
     inputs: Inputs = {}
     if attn_mask is not None:
-        array = attn_mask if isinstance(attn_mask, Shape) else _any_mask(attn_mask)
-        if numpy_type(array) in (np.bool_, np.uint8):
-            inputs["mask"] = array
+        seen = see(attn_mask, "attn_mask", MASKS, any_mask)
+        if seen[0].dtype in BOOLEANS:
+            inputs["mask"] = seen
         elif attn_bias is not None:
             raise ValueError("attn_mask is additive and attn_bias is given too: add them up and pass one")
         else:
-            inputs["bias"] = array
-    for field, value, convert in (
-        ("bias", attn_bias, lambda x: see(x, "attn_bias")[0]),
-        ("key_mask", key_mask, lambda x: mask(x, "key_mask")),
-        ("seqused_k", seqused_k, lambda x: index_vector(x, "seqused_k")),
-        ("q_offset", q_offset, lambda x: index_vector(x, "q_offset")),
-        ("alibi_slopes", alibi_slopes, lambda x: real_vector(x, "alibi_slopes", real)),
-        ("sinks", sinks, lambda x: real_vector(x, "sinks", real)),
-    ):
-        if value is not None:
-            inputs[field] = value if isinstance(value, Shape) else convert(value)
+            inputs["bias"] = seen
+    if attn_bias is not None:
+        inputs["bias"] = see(attn_bias, "attn_bias")
+    if key_mask is not None:
+        inputs["key_mask"] = see(key_mask, "key_mask", BOOLEANS, mask)
+    if seqused_k is not None:
+        inputs["seqused_k"] = see(seqused_k, "seqused_k", INDICES, index_vector, True)
+    if q_offset is not None:
+        inputs["q_offset"] = see(q_offset, "q_offset", INDICES, index_vector, True)
+    if alibi_slopes is not None:
+        inputs["alibi_slopes"] = _see_reals(alibi_slopes, "alibi_slopes", dtype)
+    if sinks is not None:
+        inputs["sinks"] = _see_reals(sinks, "sinks", dtype)
     return inputs
 
 
+def _see_reals(x: Any, name: str, dtype: np.dtype) -> Seen:
+    real = real_type(dtype)
+    return see(x, name, REALS[real], lambda x, name: real_vector(x, name, real), True)
+
+
 def as_arrays(inputs: Mapping[str, Any]) -> Inputs:
-    return {name: as_array(x) for name, x in inputs.items()}
-
-
-def _any_mask(x: Any) -> Any:
-    """attn_mask: boolean, or floats to add."""
-    if stays(x):
-        return x
-    array = np.asarray(x) if isinstance(x, (list, tuple)) else view(x, "attn_mask")
-    if array.dtype in (np.bool_, np.uint8):
-        return array
-    if array.dtype.kind in "iuO":
-        raise TypeError(f"attn_mask has dtype {array.dtype}, must be bool or uint8 (true = attend) or a float type")
-    return floats(array, "attn_mask")
+    """The arrays themselves, for those who look closer."""
+    return {name: as_array(x) for name, (x, _, _) in inputs.items()}
 
 
 def place(target: Any, options: Any, inputs: Mapping[str, Any]) -> None:
@@ -198,7 +174,6 @@ class CPlan:
 
     def __init__(self, q: Any, k: Any, v: Any, out: Any, inputs: Mapping[str, Any], options: Options) -> None:
         self.handle: int | None = None
-        inputs = as_arrays(inputs)
         axes = choice(options.layout, "layout", LAYOUT)
         _check_shapes(q, k, v, axes)
         batch, heads, q_len, head_dim = (q.shape[axis] for axis in axes)
@@ -328,8 +303,8 @@ class CPlan:
     def tensors(self, like: Any, begins: tuple[int, int, int, int], inputs: Inputs) -> tuple[bytes, list[Any]]:
         """Where everything lies, as an mh_tensors, and the results besides out, whose memory is made here."""
         words = [_TENSORS.size, *begins, *_NO_OTHERS]
-        for field, array in inputs.items():
-            words[_WORD[field]] = begin_of(array)
+        for field, seen in inputs.items():
+            words[_WORD[field]] = seen[2]
         extra = []
         for _, field, shape in self.results:
             array, words[_WORD[field]] = make(shape, self.real, like)
@@ -383,14 +358,10 @@ def forget() -> None:
         _plans.clear()
 
 
-def signature(inputs: Inputs) -> tuple:
-    return tuple((field, facts(array)) for field, array in inputs.items())
-
-
 def plan_for(tensors: tuple, seen: tuple, inputs: Inputs, options: tuple) -> CPlan:
     """The plan of an earlier call with the same shapes, strides, types and options, or a new one. Of q, k, v and out,
     which may be None."""
-    key = seen, signature(inputs) if inputs else (), options
+    key = seen, (*inputs, *[facts for _, facts, _ in inputs.values()]) if inputs else (), options
     try:
         plan = _plans.get(key)
     except TypeError:  # an option that cannot be a key: CPlan accepts or refuses it
@@ -406,4 +377,4 @@ def plan_for(tensors: tuple, seen: tuple, inputs: Inputs, options: tuple) -> CPl
 
 def _make(tensors: tuple, inputs: Inputs, options: tuple) -> CPlan:
     q, k, v, out = map(as_array, tensors)
-    return CPlan(q, k, v, out, inputs, Options(*options))
+    return CPlan(q, k, v, out, as_arrays(inputs), Options(*options))

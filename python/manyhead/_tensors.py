@@ -1,17 +1,22 @@
-"""q, k, v, out and masks: NumPy arrays, or PyTorch's tensors as they are.
+"""What a call gets and makes, as NumPy arrays, or PyTorch's tensors as they are.
 
 What a kept plan needs of a tensor is its shape, strides, type and address. PyTorch tells them in 1 us (Intel Xeon,
-CPython 3.11); a NumPy array on the same memory takes 3 to make and to ask, in bfloat16 6, four times a call.
+CPython 3.11); a NumPy array on the same memory takes 3 to make and to ask, in bfloat16 6, for each array of a call.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from ._arrays import BF16, CODES, _address, _from_buffer, address, floats, new, view, wrap, writable
+from ._arrays import BF16, CODES, Shape, _address, _from_buffer, address, floats, new, view, wrap, writable
+
+Seen = tuple[Any, tuple, int]  # what to keep while C reads it, its facts, where it begins
+Kinds = dict[Any, int]  # type, of NumPy or PyTorch -> bytes of an element - 1
 
 
 class _NoTensor:
@@ -19,43 +24,57 @@ class _NoTensor:
 
 
 _ndarray = np.ndarray
-_BF16 = CODES[BF16]
+_NOTHING: Seen = None, (), 0
 _Tensor: Any = _NoTensor
 _layout: Any = None  # of tensors with strides
-_item: dict[Any, int] = {}  # type that manyhead computes with -> bytes of an element - 1
-_masks: dict[Any, int] = {}  # those of masks
-_types: dict[Any, np.dtype] = {}  # PyTorch's -> NumPy's
+_types: dict[Any, np.dtype] = {}  # PyTorch's that manyhead computes with -> NumPy's
+_like: Any = None  # maker of a tensor like another one
 _empty: dict[int | None, Any] = {}  # mh_dtype -> maker of an uninitialised tensor in host memory
 
 
-def see(x: Any, name: str) -> tuple[Any, tuple, int]:
-    """An input of a type that manyhead computes with: what to keep while C reads it, its facts, where it begins."""
+_named: list[tuple[Kinds, tuple[str, ...]]] = []  # what NumPy and PyTorch call the types in each
+
+
+def _kinds(*names: str) -> Kinds:
+    kinds: Kinds = {dtype: dtype.itemsize - 1 for dtype in map(np.dtype, names)}
+    _named.append((kinds, names))
+    return kinds
+
+
+# Without NumPy's bfloat16, of which the buffer protocol knows nothing.
+FLOATS = _kinds("float32", "float64", "float16")
+BOOLEANS = _kinds("bool", "uint8")
+MASKS = _kinds("float32", "float64", "float16", "bool", "uint8")
+INDICES = _kinds("int32", "int64")
+REALS = {np.dtype(name): _kinds(name) for name in ("float32", "float64")}
+
+
+def see(
+    x: Any, name: str, kinds: Kinds = FLOATS, convert: Callable[[Any, str], Any] = floats, vector: bool = False
+) -> Seen:
+    """An input. Arrays of these kinds are what C reads, vectors where they are contiguous; others are converted."""
     kind = type(x)
     if kind is _ndarray:
         dtype = x.dtype
-        code = CODES[dtype]
-        if code is not None:
-            flags = x.flags
-            if flags.carray and code != _BF16:  # most are: what address does, without a call
-                try:
-                    return x, (x.shape, x.strides, dtype), _address(_from_buffer(x))  # type: ignore[arg-type]
-                except (ValueError, TypeError, BufferError):  # empty, or NumPy warns of writing
-                    pass
-            if flags.aligned:
-                return x, (x.shape, x.strides, dtype), address(x)
-    elif kind is _Tensor and (seen := _see_plain(x, _item.get(x.dtype))):
-        return seen
-    array = floats(x, name)
-    if kind is not _ndarray:
+        if dtype in kinds and x.flags.carray:  # most are: what address does, without a call
+            try:
+                return x, (x.shape, x.strides, dtype), _address(_from_buffer(x))  # type: ignore[arg-type]
+            except (ValueError, TypeError, BufferError):  # empty, or NumPy warns of writing
+                pass
+    elif kind is _Tensor:
+        if (seen := _see_plain(x, kinds.get(x.dtype))) and (not vector or x.is_contiguous()):
+            return seen
+    elif kind is Shape:
+        return x, facts(x), 0
+    else:
         _meet(kind)
+    array = convert(x, name)
     return array, facts(array), address(array)
 
 
-def see_output(x: Any, name: str) -> tuple[Any, tuple, int]:
-    """The same of an output that the caller gave: its memory itself, never a copy. None: nothing yet."""
-    if x is None:
-        return None, (), 0
-    if type(x) is _Tensor and (seen := _see_plain(x, _item.get(x.dtype))):
+def see_output(x: Any, name: str) -> Seen:
+    """The same of an output that the caller gave: its memory itself, never a copy."""
+    if type(x) is _Tensor and (seen := _see_plain(x, FLOATS.get(x.dtype))):
         return seen
     array = writable(x, name)
     return array, facts(array), address(array)
@@ -66,18 +85,8 @@ def see_all(q: Any, k: Any, v: Any, out: Any) -> tuple[tuple, tuple, tuple[int, 
     q, q_facts, q_begin = see(q, "q")
     k, k_facts, k_begin = see(k, "k")
     v, v_facts, v_begin = see(v, "v")
-    out, out_facts, out_begin = see_output(out, "out")
+    out, out_facts, out_begin = _NOTHING if out is None else see_output(out, "out")
     return (q, k, v, out), (q_facts, k_facts, v_facts, out_facts), (q_begin, k_begin, v_begin, out_begin)
-
-
-def stays(x: Any) -> bool:
-    """Whether a mask, of bool or floats, is a tensor that may stay what it is."""
-    return type(x) is _Tensor and _see_plain(x, _masks.get(x.dtype)) is not None
-
-
-def begin_of(x: Any) -> int:
-    """Where the first element lies."""
-    return x.data_ptr() if type(x) is _Tensor else address(x)
 
 
 def facts(x: Any) -> tuple:
@@ -97,7 +106,8 @@ def numpy_type(x: Any) -> np.dtype:
 def make(shape: tuple[int, ...], dtype: np.dtype, like: Any) -> tuple[Any, int]:
     """Memory for a result, and where it begins."""
     if type(like) is _Tensor:
-        made = _empty[CODES[dtype]](shape)
+        # From one of its shape in half the time.
+        made = _like(like) if like.shape == shape and _types[like.dtype] is dtype else _empty[CODES[dtype]](shape)
         return made, made.data_ptr()
     array = new(shape, dtype, like)
     return array, address(array)
@@ -108,7 +118,7 @@ def wrap_tensor(x: Any, like: Any) -> Any:
     return x if type(like) is _ndarray or type(x) is _Tensor else wrap(x, like)
 
 
-def _see_plain(x: Any, item: int | None) -> tuple[Any, tuple, int] | None:
+def _see_plain(x: Any, item: int | None) -> Seen | None:
     """A tensor whose facts are all there is to it. Others go by way of NumPy, are copied or refused in words."""
     try:
         if (
@@ -126,12 +136,15 @@ def _see_plain(x: Any, item: int | None) -> tuple[Any, tuple, int] | None:
 
 
 def _meet(kind: type) -> None:
-    """Looks at PyTorch when the first of its tensors has come by way of NumPy. Never imports it."""
-    global _Tensor, _layout
+    """Looks at PyTorch when the first of its tensors is there. Never imports it."""
+    global _Tensor, _layout, _like
     torch = sys.modules.get("torch")
     if kind is _Tensor or torch is None or kind is not getattr(torch, "Tensor", None):
         return
     cpu = torch.device("cpu")  # not the default device, which may be another one
+    for kinds, names in _named:
+        kinds.update((getattr(torch, name), np.dtype(name).itemsize - 1) for name in names)
+    FLOATS[torch.bfloat16] = MASKS[torch.bfloat16] = 1
     for name, dtype in (
         ("float32", np.dtype(np.float32)),
         ("float64", np.dtype(np.float64)),
@@ -139,10 +152,8 @@ def _meet(kind: type) -> None:
         ("bfloat16", BF16),
     ):
         theirs = getattr(torch, name)
-        _item[theirs] = dtype.itemsize - 1
         _types[theirs] = dtype
         _empty[CODES[dtype]] = lambda shape, dtype=theirs, make=torch.empty: make(shape, dtype=dtype, device=cpu)
-    _masks.update(_item)
-    _masks[torch.bool], _types[torch.bool] = 0, np.dtype(np.bool_)
+    _like = partial(torch.empty_like, memory_format=torch.contiguous_format)
     _layout = torch.strided
     _Tensor = kind  # last, as other threads may be looking

@@ -14,7 +14,10 @@ class DType:  # equal to no type of NumPy's
         self.memory = np.dtype("int16" if name == "bfloat16" else name)
 
 
-TYPES = {name: DType(name) for name in ("float32", "float64", "float16", "bfloat16", "int64", "int16", "bool")}
+TYPES = {
+    name: DType(name)
+    for name in ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "uint8", "bool")
+}
 
 
 class Tensor:
@@ -34,6 +37,9 @@ class Tensor:
 
     def stride(self) -> tuple[int, ...]:
         return tuple(stride // self.array.itemsize for stride in self.array.strides)
+
+    def is_contiguous(self) -> bool:
+        return self.array.flags.c_contiguous
 
     def data_ptr(self) -> int:
         return self.array.__array_interface__["data"][0] if self.array.size else 0
@@ -57,11 +63,18 @@ def empty(shape: tuple[int, ...], *, dtype: DType, device: str) -> Tensor:
     return Tensor(np.empty(shape, dtype.memory), dtype.name)
 
 
+def empty_like(x: Tensor, *, memory_format: str) -> Tensor:
+    assert memory_format == "contiguous"
+    return Tensor(np.empty(x.shape, x.dtype.memory), x.dtype.name)
+
+
 def module(openmp: bool = False) -> Any:
     return SimpleNamespace(
         Tensor=Tensor,
         from_numpy=Tensor,
         empty=empty,
+        empty_like=empty_like,
+        contiguous_format="contiguous",
         device=str,
         strided="strided",
         backends=SimpleNamespace(openmp=SimpleNamespace(is_available=lambda: openmp)),

@@ -301,7 +301,7 @@ def fake(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", fake_torch.module())
     monkeypatch.setattr(_tensors, "_Tensor", _tensors._NoTensor)
     monkeypatch.setattr(_tensors, "_layout", None)
-    for name in ("_item", "_masks", "_types", "_empty"):
+    for name in ("_types", "_empty"):
         monkeypatch.setattr(_tensors, name, {})
     monkeypatch.setattr(_exec, "_runtimes", dict(_exec._runtimes))
     return sys.modules["torch"]
@@ -363,6 +363,38 @@ def test_masks_as_they_are(fake, name, dtype):
         plan.run(q, k, v, **{name: fake.Tensor(bits, dtype)})
     with pytest.raises(ValueError, match="attn_bias .*has shape|attn_mask has shape"):
         manyhead.attention(*map(fake.Tensor, (q, k, v)), **{name: fake.Tensor(bits[..., :4], dtype)})
+
+
+@pytest.mark.parametrize("seen_as", ["as they are", "apart", "of another type"])
+@pytest.mark.parametrize("name", ["key_mask", "seqused_k", "q_offset", "alibi_slopes", "sinks"])
+def test_vectors_as_they_are(fake, name, seen_as):
+    """What C can read stays a tensor; what it cannot is converted, and counts as much."""
+    q, k, v = tensors(2, 4, 5, 8)
+    given, another = {
+        "key_mask": (np.arange(10).reshape(2, 5) % 3 > 0, "uint8"),
+        "seqused_k": (np.array([3, 4], np.int32), "int16"),
+        "q_offset": (np.array([2, -1]), "int16"),
+        "alibi_slopes": (np.arange(8, dtype=np.float32).reshape(2, 4) / 8, "float64"),
+        "sinks": (np.arange(4, dtype=np.float32), "float16"),
+    }[name]
+    options = {"causal": True, "align": None if name == "q_offset" else "top_left"}
+    expected = manyhead.attention(q, k, v, **{name: given}, **options)
+    assert not np.array_equal(manyhead.attention(q, k, v, causal=True, align="top_left"), expected)
+    if seen_as == "of another type":
+        given = given.astype(another)
+    elif seen_as == "apart":
+        given = np.repeat(given, 2, axis=-1)[..., ::2]
+    stays = seen_as == "as they are" or name == "key_mask"  # whose strides C reads, and whose bytes of either type
+    plan = manyhead.plan(q, k, v, **{name: fake.Tensor(given)}, **options)
+    for numpy_looks in (True, True, False):
+        x, *qkv = fake.Tensor(given), *map(fake.Tensor, (q, k, v))
+        np.testing.assert_array_equal(manyhead.attention(*qkv, **{name: x}, **options).array, expected)
+        assert numpy_looks or (x.seen_by_numpy == 0) == stays
+        np.testing.assert_array_equal(plan.run(*qkv, **{name: x}).array, expected)
+        np.testing.assert_array_equal(plan.run(q, k, v, **{name: given}), expected)
+    shorter = given[..., :-1]
+    with pytest.raises(ValueError, match=f"{name} has shape"):
+        plan.run(q, k, v, **{name: fake.Tensor(shorter)})
 
 
 def test_tensors_that_numpy_must_see(fake):
