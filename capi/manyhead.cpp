@@ -150,6 +150,11 @@ mh_exec read_exec(const mh_exec* user) {
   return exec;
 }
 
+mh_merge read_merge(const mh_merge* user) {
+  if (user == nullptr) invalid("merge is NULL");
+  return read_struct(user, offsetof(mh_merge, outs_strides), "merge");
+}
+
 void run(const manyhead::plan& plan, const mh_tensors* tensors, const mh_exec* exec) {
   if (tensors == nullptr) invalid("tensors is NULL");
   const mh_exec checked = read_exec(exec);
@@ -393,18 +398,18 @@ mh_status mh_profile_describe(int32_t format, char* buffer, size_t size, size_t*
 
 mh_status mh_merge_states(const mh_merge* merge, const void* outs, const void* lses, void* out, void* lse) {
   return guarded([&] {
-    if (merge == nullptr) invalid("merge is NULL");
+    const mh_merge m = read_merge(merge);
     manyhead::watch_as_environment_says();
-    manyhead::merge_states(*merge, outs, lses, out, lse);
+    manyhead::merge_states(m, read_exec(m.exec), outs, lses, out, lse);
   });
 }
 
 mh_status mh_merge_state(const mh_merge* merge, const void* out_a, const void* lse_a, const void* out_b,
                          const void* lse_b, void* out, void* lse) {
   return guarded([&] {
-    if (merge == nullptr) invalid("merge is NULL");
+    const mh_merge m = read_merge(merge);
     manyhead::watch_as_environment_says();
-    manyhead::merge_state(*merge, out_a, lse_a, out_b, lse_b, out, lse);
+    manyhead::merge_state(m, read_exec(m.exec), out_a, lse_a, out_b, lse_b, out, lse);
   });
 }
 

@@ -2,7 +2,6 @@
 #include "merge.hpp"
 
 #include <algorithm>
-#include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <initializer_list>
@@ -17,8 +16,7 @@
 namespace manyhead {
 namespace {
 
-mh_merge read_merge(const mh_merge& user) {
-  const mh_merge m = read_struct(&user, offsetof(mh_merge, outs_strides), "merge");
+void check_sizes(const mh_merge& m) {
   check_at_least("states", m.states, 0);
   check_at_least("batch", m.batch, 0);
   check_at_least("heads", m.heads, 1);
@@ -28,7 +26,6 @@ mh_merge read_merge(const mh_merge& user) {
   check_bits("flags", m.flags, MH_FLAG_STRIDES);
   check_enum("lse_base", m.lse_base, MH_LSE_BASE2);
   check_zero("reserved0", m.reserved0);
-  return m;
 }
 
 array checked(const mh_merge& m, const char* name, const void* data, int64_t element,
@@ -62,8 +59,8 @@ struct rows_work {
 };
 
 // args: states, outs, lses and their strides are set.
-void merge_rows(const mh_merge& m, merge_args args, const array& out, void* out_data, const array& lse,
-                void* lse_data) {
+void merge_rows(const mh_merge& m, const mh_exec& exec, merge_args args, const array& out, void* out_data,
+                const array& lse, void* lse_data) {
   args.heads = m.heads;
   args.q_len = m.q_len;
   args.v_dim = m.v_dim;
@@ -81,9 +78,6 @@ void merge_rows(const mh_merge& m, merge_args args, const array& out, void* out_
     const auto& w = *static_cast<const rows_work*>(arg);
     w.merge(&w.args, index * w.block, std::min(w.rows, (index + 1) * w.block));
   };
-  mh_exec exec = {};
-  exec.struct_size = sizeof exec;
-  exec.threads = wanted_threads(0);
   const double values = static_cast<double>(work.rows) * static_cast<double>(m.states * m.v_dim);
   const int64_t threads = usable_threads(exec);
   const watched_call watched(threads, expected_us(0, values * static_cast<double>(dtype_size(m.dtype))),
@@ -113,8 +107,8 @@ outputs check_outputs(const mh_merge& m, void* out, void* lse) {
 
 }  // namespace
 
-void merge_states(const mh_merge& user, const void* outs, const void* lses, void* out, void* lse) {
-  const mh_merge m = read_merge(user);
+void merge_states(const mh_merge& m, const mh_exec& exec, const void* outs, const void* lses, void* out, void* lse) {
+  check_sizes(m);
   const outputs to = check_outputs(m, out, lse);
   const array out_states =
       checked(m, "outs", outs, dtype_size(m.dtype), {m.states, m.batch, m.heads, m.q_len, m.v_dim}, m.outs_strides);
@@ -130,12 +124,12 @@ void merge_states(const mh_merge& user, const void* outs, const void* lses, void
   args.lses = lses;
   std::copy_n(out_states.strides, 5, args.outs_strides);
   std::copy_n(lse_states.strides, 4, args.lses_strides);
-  merge_rows(m, args, to.out, out, to.lse, lse);
+  merge_rows(m, exec, args, to.out, out, to.lse, lse);
 }
 
-void merge_state(const mh_merge& user, const void* out_a, const void* lse_a, const void* out_b, const void* lse_b,
-                 void* out, void* lse) {
-  const mh_merge m = read_merge(user);
+void merge_state(const mh_merge& m, const mh_exec& exec, const void* out_a, const void* lse_a, const void* out_b,
+                 const void* lse_b, void* out, void* lse) {
+  check_sizes(m);
   if (m.states != 0 && m.states != 2) invalid("states is ", m.states, ", must be 0 or 2");
   const outputs to = check_outputs(m, out, lse);
   const array outs[] = {out_array(m, "out_a", out_a, m.outs_strides + 1),
@@ -161,7 +155,7 @@ void merge_state(const mh_merge& user, const void* out_a, const void* lse_a, con
   args.lses_strides[0] = distance(lses[0], lses[1]);
   std::copy_n(outs[0].strides, 4, args.outs_strides + 1);
   std::copy_n(lses[0].strides, 3, args.lses_strides + 1);
-  merge_rows(m, args, to.out, out, to.lse, lse);
+  merge_rows(m, exec, args, to.out, out, to.lse, lse);
 }
 
 }  // namespace manyhead

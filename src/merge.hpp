@@ -6,9 +6,9 @@
 
 namespace manyhead {
 
-// Both check everything, then compute; they throw manyhead::error.
-void merge_states(const mh_merge& merge, const void* outs, const void* lses, void* out, void* lse);
-void merge_state(const mh_merge& merge, const void* out_a, const void* lse_a, const void* out_b, const void* lse_b,
-                 void* out, void* lse);
+// Both check everything but `exec`, which stands for merge.exec, then compute; they throw manyhead::error.
+void merge_states(const mh_merge& merge, const mh_exec& exec, const void* outs, const void* lses, void* out, void* lse);
+void merge_state(const mh_merge& merge, const mh_exec& exec, const void* out_a, const void* lse_a, const void* out_b,
+                 const void* lse_b, void* out, void* lse);
 
 }  // namespace manyhead

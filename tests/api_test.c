@@ -46,11 +46,12 @@ AT(mh_exec, openmp, 48);
 SIZE(mh_openmp, 40);
 AT(mh_openmp, struct_size, 0); AT(mh_openmp, parallel, 8); AT(mh_openmp, max_threads, 16);
 AT(mh_openmp, thread_num, 24); AT(mh_openmp, num_threads, 32);
-SIZE(mh_merge, 192);
+SIZE(mh_merge, 200);
 AT(mh_merge, struct_size, 0); AT(mh_merge, states, 8); AT(mh_merge, batch, 16); AT(mh_merge, heads, 24);
 AT(mh_merge, q_len, 32); AT(mh_merge, v_dim, 40); AT(mh_merge, dtype, 48); AT(mh_merge, flags, 52);
 AT(mh_merge, lse_base, 56); AT(mh_merge, reserved0, 60); AT(mh_merge, outs_strides, 64);
 AT(mh_merge, lses_strides, 104); AT(mh_merge, out_strides, 136); AT(mh_merge, lse_strides, 168);
+AT(mh_merge, exec, 192);
 SIZE(mh_mha_weights, 280);
 AT(mh_mha_weights, struct_size, 0); AT(mh_mha_weights, dtype, 8); AT(mh_mha_weights, layout, 12);
 AT(mh_mha_weights, embed_dim, 16); AT(mh_mha_weights, k_embed_dim, 24); AT(mh_mha_weights, v_embed_dim, 32);
@@ -1120,8 +1121,40 @@ static int merged_untouched(void) {
     CHECK(merged_untouched());                                                                \
   } while (0)
 
+/* On the threads that merge.exec names, with the same bits. */
+static void test_merge_exec(void) {
+  enum { MANY = 2, LONG = 1000, DIM = 40, ALL = MANY * LONG * DIM };
+  static float outs[MANY * ALL], lses[MANY * MANY * LONG], serial[ALL], out[ALL];
+  mh_exec exec = default_exec();
+  set_up_merge();
+  merge.states = 2;
+  merge.batch = 1;
+  merge.heads = MANY;
+  merge.q_len = LONG;
+  merge.v_dim = DIM;
+  fill_random(outs, MANY * ALL);
+  fill_random(lses, MANY * MANY * LONG);
+  merge.exec = &exec;
+  exec.threads = 1;
+  CHECK(mh_merge_states(&merge, outs, lses, serial, NULL) == MH_OK);
+  exec.threads = 2;
+  exec.parallel_for = pool_run;
+  exec.parallel_ctx = &pool;
+  pool.calls = 0;
+  CHECK(mh_merge_states(&merge, outs, lses, out, NULL) == MH_OK);
+  CHECK(pool.calls == 1 && memcmp(out, serial, sizeof out) == 0);
+  memset(out, 0xa5, sizeof out);
+  CHECK(mh_merge_state(&merge, outs, lses, outs + ALL, lses + MANY * LONG, out, NULL) == MH_OK);
+  CHECK(pool.calls == 2 && memcmp(out, serial, sizeof out) == 0);
+  merge.struct_size = offsetof(mh_merge, exec); /* of a header before there was one */
+  CHECK(mh_merge_states(&merge, outs, lses, out, NULL) == MH_OK);
+  CHECK(pool.calls == 2 && memcmp(out, serial, sizeof out) == 0);
+}
+
 static void test_merge(void) {
   const double e = exp(1.0);
+  mh_exec bad = default_exec();
+  bad.threads = -1;
   float* out_b = states.outs + 2 * ROWS * MV;
   float* lse_b = states.lses + 2 * ROWS;
   BAD_MERGE(merge.struct_size = 0, "merge.struct_size is 0");
@@ -1136,6 +1169,7 @@ static void test_merge(void) {
   BAD_MERGE(merge.flags = MH_FLAG_SCALE, "flags is 1");
   BAD_MERGE(merge.lse_base = 2, "lse_base is 2");
   BAD_MERGE(merge.reserved0 = 2, "reserved0 is 2");
+  BAD_MERGE(merge.exec = &bad, "exec.threads is -1");
   BAD_MERGE(merge.outs_strides[0] = INT64_MAX / 2, "outs_strides");
   BAD_MERGE(merge.lses_strides[3] = INT64_MIN, "lses_strides");
   BAD_MERGE(merge.out_strides[3] = 1, "out_strides");
@@ -1474,6 +1508,7 @@ int main(void) {
     test_callers();
     test_describe();
     test_merge();
+    test_merge_exec();
     test_layer();
     test_lines();
     test_probes();

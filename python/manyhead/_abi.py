@@ -144,6 +144,7 @@ class Merge(Structure):
         ("lses_strides", c_int64 * 4),
         ("out_strides", c_int64 * 4),
         ("lse_strides", c_int64 * 3),
+        ("exec", c_void_p),
     ]
 
 

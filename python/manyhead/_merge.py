@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import byref
+from ctypes import byref, c_void_p, cast
 from typing import Any
 
 import numpy as np
 
 from . import _abi
 from ._arrays import CODES, address, choice, element_strides, floats, new, wrap, writable
+from ._exec import make_exec
 from ._library import check, lib
 from ._plan import LAYOUT, LSE_BASE, real_type, result_type
 
 _RESULT = result_type(("out", "lse"))
 
 
-def merge_states(outs: Any, lses: Any, *, lse_base: str = "e", layout: str = "bhsd", out: Any = None) -> Any:
+def merge_states(
+    outs: Any, lses: Any, *, lse_base: str = "e", layout: str = "bhsd", out: Any = None, threads: int | None = None
+) -> Any:
     """Merges partial attention results: lse = log(sum exp(lse_s)), out = sum out_s * exp(lse_s - lse).
 
     A state with lse -inf counts nothing, whatever its out holds; with no state at all the result is out 0, lse -inf.
@@ -27,6 +30,7 @@ def merge_states(outs: Any, lses: Any, *, lse_base: str = "e", layout: str = "bh
         lses: (states, ...), float32, or float64 beside float64 outs; in the base `lse_base`, "e" or "2".
         layout: "bshd" when outs are (states, batch, len, heads, v_dim) while lses are (states, batch, heads, len).
         out: where to write the merged out.
+        threads: as in attention.
 
     Returns:
         A named tuple (out, lse); lse in the base `lse_base`.
@@ -34,21 +38,29 @@ def merge_states(outs: Any, lses: Any, *, lse_base: str = "e", layout: str = "bh
     Raises:
         ValueError, TypeError: as attention.
     """
-    return _merge((outs,), (lses,), lse_base, layout, out)
+    return _merge((outs,), (lses,), lse_base, layout, out, threads)
 
 
 def merge_state(
-    out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, *, lse_base: str = "e", layout: str = "bhsd", out: Any = None
+    out_a: Any,
+    lse_a: Any,
+    out_b: Any,
+    lse_b: Any,
+    *,
+    lse_base: str = "e",
+    layout: str = "bhsd",
+    out: Any = None,
+    threads: int | None = None,
 ) -> Any:
     """Merges two partial results; as merge_states, without the first dimension.
 
     `out` may be out_a itself: that state is then updated in place (the returned lse is a new array). States that lie
     in memory differently (other strides) are copied first.
     """
-    return _merge((out_a, out_b), (lse_a, lse_b), lse_base, layout, out)
+    return _merge((out_a, out_b), (lse_a, lse_b), lse_base, layout, out, threads)
 
 
-def _merge(outs: tuple, lses: tuple, lse_base: str, layout: str, out: Any) -> Any:
+def _merge(outs: tuple, lses: tuple, lse_base: str, layout: str, out: Any, threads: int | None) -> Any:
     pair = len(outs) == 2
     names = ("out_a", "out_b") if pair else ("outs",)
     lse_names = ("lse_a", "lse_b") if pair else ("lses",)
@@ -85,6 +97,7 @@ def _merge(outs: tuple, lses: tuple, lse_base: str, layout: str, out: Any) -> An
         raise TypeError(f"out has dtype {out_array.dtype}, must be that of {names[0]}: {first.dtype}")
     lse_array = new(rows, real, like)
     base = choice(lse_base, "lse_base", LSE_BASE)
+    execution = make_exec(like, threads)
     if 0 not in rows:
         order = axes if layout == "bshd" else None
         arrays = [_rows(array, lead, order) for array in arrays]
@@ -92,7 +105,7 @@ def _merge(outs: tuple, lses: tuple, lse_base: str, layout: str, out: Any) -> An
         if not np.may_share_memory(target, out_array):
             raise ValueError("out must be contiguous where it has more than 4 dimensions")
         logs = [_rows(array[..., None], lead)[..., 0] for array in logs]
-        _run(arrays, logs, target, _rows(lse_array[..., None], 0)[..., 0], code, base)
+        _run(arrays, logs, target, _rows(lse_array[..., None], 0)[..., 0], code, base, execution)
     return _RESULT(wrap(out_array, like) if out is None else out, wrap(lse_array, like))
 
 
@@ -107,7 +120,13 @@ def _rows(array: np.ndarray, lead: int, order: tuple[int, ...] | None = None) ->
 
 
 def _run(
-    arrays: list[np.ndarray], logs: list[np.ndarray], out: np.ndarray, lse: np.ndarray, code: int, base: int
+    arrays: list[np.ndarray],
+    logs: list[np.ndarray],
+    out: np.ndarray,
+    lse: np.ndarray,
+    code: int,
+    base: int,
+    execution: Any,
 ) -> None:
     pair = len(arrays) == 2
     if pair:  # C has one set of strides for both states
@@ -118,6 +137,7 @@ def _run(
     merge.lse_strides[:] = _strides(lse)
     merge.outs_strides[:] = [0, *_strides(arrays[0])] if pair else _strides(arrays[0])
     merge.lses_strides[:] = [0, *_strides(logs[0])] if pair else _strides(logs[0])
+    merge.exec = cast(execution, c_void_p)
     inputs = [address(x) for state in zip(arrays, logs, strict=True) for x in state]
     function = lib.mh_merge_state if pair else lib.mh_merge_states
     check(function(byref(merge), *inputs, address(out), address(lse)))

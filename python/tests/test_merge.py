@@ -129,6 +129,22 @@ def test_bad_arguments(arguments, options, exception, text):
         manyhead.merge_states(*arguments, **options)
 
 
+@pytest.mark.parametrize("threads", [0, 1, 2])
+def test_threads(threads):
+    outs, lses = np.random.default_rng(1).standard_normal((2, 300, 500)), np.zeros((2, 300))
+    expected = manyhead.merge_states(outs, lses)
+    with manyhead.profile() as profile:
+        merged = manyhead.merge_states(outs, lses, threads=threads)
+        pair = manyhead.merge_state(*outs[:1], *lses[:1], *outs[1:], *lses[1:], threads=threads)
+    for result in merged, pair:
+        np.testing.assert_array_equal(result.out, expected.out)
+    assert len(profile.calls) == 2
+    if threads == 1:
+        assert all(call["threads"] == 1 for call in profile.calls)
+    with pytest.raises(ValueError, match="threads is -1"):
+        manyhead.merge_states(outs, lses, threads=-1)
+
+
 def test_bad_pairs():
     a, b = np.zeros((3, 4), F32), np.zeros(3, F32)
     with pytest.raises(ValueError, match=r"out_b has shape \(3, 5\), must be that of out_a"):

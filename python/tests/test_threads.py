@@ -115,6 +115,8 @@ tokens = array[:, 0]
 layer = manyhead.MultiHeadAttention(*(np.eye(64, dtype=np.float32) for _ in range(4)), num_heads=4)
 expected_of_layer = layer(tokens, threads=1)
 plan = manyhead.plan(array, array, array)
+lses = array[..., 0]
+expected_of_merge = manyhead.merge_states(array, lses, threads=1).out
 
 def forward(some, options):  # has no option for threads
     if not options:
@@ -127,6 +129,7 @@ def check(kind, wanted, **options):
         (lambda: plan.run(x, x, x, **options), expected),
         (lambda: plan.bind(x, x, x, **options)(), expected),
         (lambda: layer(some, **options), expected_of_layer),
+        (lambda: manyhead.merge_states(x, kind(lses), **options).out, expected_of_merge),
         *forward(some, options),
     ):
         for _ in range(60):  # a team that was late is left alone for up to a second
