@@ -122,16 +122,24 @@ bool goes_to_unit(const problem& p, const dtype_kernels& kernels, double pairs_o
   return used * of_tile_route > of_pairs + 22.7 * whole(p.kv_len) + 15.9 * whole(rows);
 }
 
-// Heads that the unit's products of steps take (kernel_api.hpp: how_unit_steps).
+// Heads that the unit's products of steps take.
 bool has_whole_steps(const problem& p) { return p.head_dim % 32 == 0 && p.v_dim % 32 == 0; }
+bool has_heads_for(how_unit_steps how, const problem& p) {
+  if (how == steps_of_tiles) return has_whole_steps(p);
+  return how == steps_of_pairs && p.head_dim >= 32 && p.v_dim >= 32;
+}
 
 // Whether steps go by pairs (decode_pairs.hpp). On Zen 4, heads of 32 to 256, one thread, speed beside multiply-adds: 16 to 512 keys in
 // cache 1 row 1.0 to 1.25, 2 rows 1.1 to 1.4, 4 rows 1.15 to 1.6, 8 rows 1.2 to 1.84, 16 rows 0.91 to 1.8; 8 keys 0.93 to 1.15 up to 8 rows,
 // 12 and 16 rows of heads of 32 and 64 0.7 to 0.95. Beside the matrix route, 32 to 4096 keys: 17 rows 1.36 to 1.72, 24 rows 1.19 to 1.28, 28
 // rows 1.02 to 1.08, 32 rows 0.91 to 0.98. From memory 3 rows and more 1.0 to 1.8, but 1 and 2 rows 0.8 to 1.0, from L3 1.05 to 1.2: lines
-// asked for come too late then (docs/experiments.md). Unmeasured on Zen 5, where VDPBF16PS is as much faster than multiply-adds.
+// asked for come too late then (docs/experiments.md). Heads that are not a multiple of 32, of which some is multiplied with zeros (40 to 112): 1
+// to 8 rows and 24 keys and more 1.0 to 1.6, 8 and 12 keys 0.84 to 1.1; beside the matrix route 20 rows 1.0 (40) to 1.3, 24 rows 0.84 to
+// 1.1. Unmeasured on Zen 5, where VDPBF16PS is as much faster than multiply-adds.
 bool steps_by_pairs(const problem& p) {
-  constexpr int64_t most_rows = 28, most_rows_of_few_keys = 8, few_keys = 16;
+  constexpr int64_t few_keys = 16;
+  const bool whole = has_whole_steps(p);
+  const int64_t most_rows = whole ? 28 : 20, most_rows_of_few_keys = whole ? 8 : 0;
   return p.group() * p.q_len <= (p.kv_len < few_keys ? most_rows_of_few_keys : most_rows);
 }
 
@@ -150,7 +158,7 @@ int64_t most_keys_on_unit(const problem& p, const dtype_kernels& kernels) {
 // 1.15, 24 keys 0.71 to 0.98. From L3, 3 rows 0.8, 4 rows 0.94 to 0.97, 6 rows 0.66. Heads of 256 from L3: 3 rows 1.06, 4 rows
 // 1.15 to 1.27, 6 rows 0.87, 12 rows 0.94, 20 rows 1.08. f16 on a unit that has it: unmeasured, taken as bf16.
 bool steps_on_unit(const problem& p, const dtype_kernels& kernels) {
-  if (!has_whole_steps(p) || !unit_takes_scores(p)) return false;
+  if (!has_heads_for(static_cast<how_unit_steps>(kernels.unit_steps), p) || !unit_takes_scores(p)) return false;
   if (kernels.unit_steps == steps_of_pairs) return steps_by_pairs(p);
   const int64_t rows = p.group() * p.q_len;
   const bool large = p.head_dim + p.v_dim > 256;
@@ -322,9 +330,9 @@ bool needs_copy(const problem& p, route kernel, int64_t lanes) {
 
 // Whether the last rows of a head go by pairs (steps_by_pairs). Zen 4, bf16, 33 to 155 tokens, heads of 64 and 128: 1 row 0.98 to
 // 1.01 times as fast as by multiply-adds, 5 to 13 1.02 to 1.23, and beside the unit's panels 17 rows 1.07 to 1.17, 23 1.02 to 1.05,
-// 27 0.94 to 0.99.
+// 27 0.94 to 0.99. Heads of 40 to 112: 5 to 17 rows 1.01 to 1.13, 20 rows 0.93 to 1.06, 23 0.87 to 0.99.
 bool last_by_pairs(const plan& plan) {
-  return plan.kernel == route_matrix && has_whole_steps(plan.p) &&
+  return plan.kernel == route_matrix && has_heads_for(steps_of_pairs, plan.p) &&
          plan.table->dtype[plan.p.dtype].unit_steps == steps_of_pairs;
 }
 
@@ -342,8 +350,7 @@ int64_t last_rows_of(const plan& plan, int64_t lanes, cpu_core core) {
   // Not by strides, on which no bit of a result depends.
   if (plan.kernel == route_decode || plan.second_pass || shorter_than(p, lanes) || rows < grain || lanes <= 4) return 0;
   const int64_t last = rows % grain;
-  constexpr int64_t most_by_pairs = 24;
-  if (last_by_pairs(plan)) return last <= most_by_pairs ? last : 0;
+  if (last_by_pairs(plan)) return last <= (has_whole_steps(plan.p) ? 24 : 17) ? last : 0;
   const bool measured = core == cpu_core::zen4 || plan.table->lanes == 8;
   double most = (measured ? 0.75 : 0.5) * even_rows(p, lanes);
   if (matrix && !measured) most = std::min(most, plan.table->dtype[p.dtype].matrix_rows / 3.0);

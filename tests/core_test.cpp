@@ -487,7 +487,8 @@ TEST_CASE("the last rows of a head take the decode route where they would fill l
       CHECK(last_rows(table, "bf16 b1 h4 q112 kv112 d64") == (by_pairs ? 16 : 0));
       CHECK(last_rows(table, "bf16 b1 h4 q120 kv112 d64") == (by_pairs ? 24 : 0));
       CHECK(last_rows(table, "bf16 b1 h4 q121 kv112 d64") == 0);
-      CHECK(last_rows(table, "bf16 b1 h4 q112 kv112 d80") == 0);
+      CHECK(last_rows(table, "bf16 b1 h4 q113 kv112 d80") == (by_pairs ? 17 : 0));
+      CHECK(last_rows(table, "bf16 b1 h4 q114 kv112 d80") == 0);
     }
   }
 }

@@ -429,14 +429,15 @@ TEST_CASE("a few rows take the unit in the decode route where it has kernels for
             "b1 h2 q16 kv40 d160 v128", "b1 h2 q4 kv40 d64 causal align=br mask bias", "b1 h2 q4 kv40 d64 bshd",
             "b1 h2 q4 kv40 d64 strides=lastdim"})
         CHECK(on_unit(dtype + line) == (by_tiles || by_pairs));
-      for (const char* line : {"b1 h8 q2 kv320 d64", "b1 h8 q1 kv4 d64", "b1 h8 q25 kv320 d64", "b1 h8 q28 kv16 d64",
-                               "b1 h8 q8 kv15 d64", "b1 h8 q4 kv31 d64", "b1 h8 q5 kv320 d256", "b1 h8 q17 kv320 d256",
-                               "b1 h32/8 q1 kv20 d128", "b1 h4 q2 kv20000 d64"})
+      for (const char* line :
+           {"b1 h8 q2 kv320 d64", "b1 h8 q1 kv4 d64", "b1 h8 q25 kv320 d64", "b1 h8 q28 kv16 d64", "b1 h8 q8 kv15 d64",
+            "b1 h8 q4 kv31 d64", "b1 h8 q5 kv320 d256", "b1 h8 q17 kv320 d256", "b1 h32/8 q1 kv20 d128",
+            "b1 h4 q2 kv20000 d64", "b1 h8 q4 kv320 d40", "b1 h8 q4 kv320 d64 v72", "b1 h8 q20 kv320 d33 v32"})
         CHECK(on_unit(dtype + line) == by_pairs);
       for (const char* line :
-           {"b1 h8 q29 kv320 d64", "b1 h8 q9 kv15 d64", "b1 h8 q4 kv320 d40", "b1 h8 q4 kv320 d64 v72",
-            "b1 h8 q4 kv320 d64 weights", "b1 h8 q4 kv320 d64 softcap=1e37", "b1 h8 q4 kv320 d64 scale=2e5",
-            "b1 h8 q4 kv320 d64 scale=-1e-31"})
+           {"b1 h8 q29 kv320 d64", "b1 h8 q9 kv15 d64", "b1 h8 q4 kv320 d31 v64", "b1 h8 q4 kv320 d64 v24",
+            "b1 h8 q21 kv320 d40", "b1 h8 q4 kv15 d40", "b1 h8 q4 kv320 d64 weights", "b1 h8 q4 kv320 d64 softcap=1e37",
+            "b1 h8 q4 kv320 d64 scale=2e5", "b1 h8 q4 kv320 d64 scale=-1e-31"})
         CHECK(!on_unit(dtype + line));
     }
   }

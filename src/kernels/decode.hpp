@@ -6,7 +6,8 @@
 //
 // 16-bit elements are widened as they are loaded, two vectors at a time, in whatever order is cheapest: q is brought
 // into the same order first, and the result out of it at the end. Where a row of K or V is not whole vectors, the last
-// one ends where the row ends and begins among the dims before: of K these are made 0, the result has them twice. Rows
+// one ends where the row ends and begins among the dims before: of K these are made 0 (by pairs of Q, and all is in vectors of
+// 16 bits), the result has them twice. Rows
 // shorter than a vector come here through the copy (kernel_call.copy_kv), padded with zeros; so do those whose elements
 // lie apart, and copies of K have the same order, so that sums have the same bits.
 //
@@ -41,15 +42,16 @@ struct decode_task {
   const kernel_call& c;
   const kernel_task& task;
   positions at;
-  int64_t kv_head, heads;    // those worked on together, each with its own keys
-  int64_t rows;              // of a head
-  int64_t padded_rows;       // of a head in scratch, those behind `rows` are zeros; those of the next head follow
-  int64_t k_dim, v_dim;      // padded to whole vectors
-  int64_t k_back, v_back;    // by so much the last vector of a row begins earlier; of copies of V it does not,
-  int64_t q_back;            // nor of copies of Q
-  int64_t k_pairs, v_pairs;  // what of a row goes in pairs of vectors: all but the last vector or two
-  int64_t width;             // keys of a score row, padded
-  T* q;                      // [heads * padded_rows][k_dim]: copies, where rows are not read in place
+  int64_t kv_head, heads;  // those worked on together, each with its own keys
+  int64_t rows;            // of a head
+  int64_t padded_rows;     // of a head in scratch, those behind `rows` are zeros; those of the next head follow
+  int64_t k_dim, v_dim;    // padded to whole vectors, by pairs of their elements
+  int64_t k_back,
+      v_back;      // by so much the last vector of a row begins earlier; of copies of V it does not, but by pairs,
+  int64_t q_back;  // nor of copies of Q
+  int64_t k_pairs, v_pairs;            // what of a row goes in pairs of vectors: all but the last vector or two
+  int64_t width;                       // keys of a score row, padded
+  T* q;                                // [heads * padded_rows][k_dim]: copies, where rows are not read in place
   const T* q_rows[most_rows_at_once];  // where each row is
   const T* const* q_row;               // the first of those worked on
   T* out;                              // [heads * padded_rows][v_dim]
@@ -79,13 +81,7 @@ struct decode_task {
 
   MH_INLINE void carve(carver& from, int64_t head_count, int64_t head_rows) {
     const int64_t row_count = head_count * head_rows;
-    k_dim = round_up<w>(c.head_dim);
-    v_dim = round_up<w>(c.v_dim);
-    k_back = c.head_dim < w ? 0 : k_dim - c.head_dim;
-    v_back = c.copy_kv ? 0 : v_dim - c.v_dim;
-    const auto pairs = [](int64_t padded, int64_t back) { return round_down<2 * w>(padded - (back > 0 ? w : 0)); };
-    k_pairs = pairs(k_dim, k_back);
-    v_pairs = pairs(v_dim, v_back);
+    measure_rows(has_pairs && c.unit_steps);
     width = round_up<max_of(2 * w, dots)>(c.block_kv);
     q = from.take<T>(row_count * k_dim);
     out = from.take<T>(row_count * v_dim);
@@ -101,6 +97,17 @@ struct decode_task {
     words = from.take<bits<T>>(head_count * words_of_head(head_rows));
     k_copy = from.take<T>(c.copy_kv ? c.block_kv * k_dim : 0);
     v_copy = from.take<T>(c.copy_kv ? c.block_kv * v_dim : 0);
+  }
+
+  MH_INLINE void measure_rows(bool by_pairs) {
+    const auto padded = [=](int64_t dims) { return by_pairs ? round_up<2 * w>(dims) : round_up<w>(dims); };
+    k_dim = padded(c.head_dim);
+    v_dim = padded(c.v_dim);
+    k_back = c.head_dim < w ? 0 : k_dim - c.head_dim;
+    v_back = c.copy_kv && !by_pairs ? 0 : v_dim - c.v_dim;
+    const auto pairs = [=](int64_t dims, int64_t back) { return round_down<2 * w>(dims - (back > 0 ? w : 0)); };
+    k_pairs = pairs(k_dim, k_back);
+    v_pairs = pairs(v_dim, v_back);
   }
 
   MH_INLINE decode_task(const kernel_call& call, const kernel_task& t) : c(call), task(t), unit(call) {}
@@ -155,8 +162,11 @@ struct decode_task {
     return !widens && c.q_scale == 1 && c.q_strides[3] == 1 && c.head_dim >= w && c.kv_len <= few;
   }
 
-  // Where vector d of such a row lies in memory.
+  // Where vector d of such a row lies in memory; and, in pairs of vectors of which the last may begin earlier, too, pair d.
   static MH_INLINE int64_t place_of(int64_t d, int64_t padded, int64_t back) { return d + w == padded ? d - back : d; }
+  static MH_INLINE int64_t place_of_pair(int64_t d, int64_t padded, int64_t back) {
+    return d + 2 * w == padded ? d - back : d;
+  }
 
   MH_INLINE void start() {
     at = positions_of(c, task.batch);
@@ -169,7 +179,7 @@ struct decode_task {
                               : rows + (rows % most_rows_of_pairs == most_rows_of_pairs - 1 ? 1 : 0);
     carver from{static_cast<char*>(task.scratch)};
     carve(from, heads, padded_rows);
-    for (int64_t l = 0; l < w && k_back > 0; ++l) k_kept[l] = l < k_back ? bits<T>(0) : ~bits<T>(0);
+    if (has_pairs && !on_unit && c.unit_steps) measure_rows(false);
     q_row = q_rows;
     if (!on_unit) return copy_rows();
     if constexpr (has_tiles) {
@@ -179,19 +189,22 @@ struct decode_task {
   }
 
   // Rows of Q for products of pairs, in the blocks that score_all takes: as many pairs of each row as a vector has for it, and
-  // those of the block's next row behind them.
+  // those of the block's next row behind them. Zeros where the last vector has dims of the one before.
   static constexpr int most_rows_of_pairs = min_of(8, static_cast<int>(w));
   MH_INLINE void copy_pairs() {
     auto* to = reinterpret_cast<uint32_t*>(q);
+    alignas(64) uint16_t kept[2 * w];
+    for (int64_t i = 0; i < 2 * w; ++i) kept[i] = i < k_back ? 0 : 0xffff;
+    const word_vec kept_of_last = load_words(kept);
     for (int64_t h = 0; h < heads; ++h) {
       pair_magnitudes seen;
       row_walk<const typename D::storage> row = rows_of_q<D>(c, task.batch, kv_head + h, task.row_begin);
-      copy_blocks<most_rows_of_pairs>(row, 0, to, seen);
+      copy_blocks<most_rows_of_pairs>(row, 0, to, kept_of_last, seen);
       is_usual[h] = seen.all_usual();
     }
   }
   template <int R>
-  MH_INLINE void copy_blocks(row_walk<const typename D::storage>& row, int64_t r, uint32_t*& to,
+  MH_INLINE void copy_blocks(row_walk<const typename D::storage>& row, int64_t r, uint32_t*& to, word_vec kept_of_last,
                              pair_magnitudes& seen) {
     constexpr int64_t piece = w / R;
     for (; r + R <= padded_rows; r += R, to += R * k_dim / 2) {
@@ -199,7 +212,9 @@ struct decode_task {
         uint32_t* at_row = to + n * piece;
         for (int64_t d = 0; d < k_dim; d += 2 * w) {
           alignas(64) uint32_t pairs[w];
-          const word_vec x = words_of_row(r + n < rows ? row.at : nullptr, c.q_strides[3], d);
+          const int64_t at_dim = place_of_pair(d, k_dim, k_back);
+          word_vec x = words_of_row(r + n < rows ? row.at : nullptr, c.q_strides[3], at_dim);
+          if (at_dim != d) x = x & kept_of_last;
           seen.take(x);
           x.store_aligned(pairs);
 #pragma GCC unroll 8
@@ -207,11 +222,12 @@ struct decode_task {
         }
       }
     }
-    if constexpr (R > 1) copy_blocks<R / 2>(row, r, to, seen);
+    if constexpr (R > 1) copy_blocks<R / 2>(row, r, to, kept_of_last, seen);
   }
 
   // Rows of Q for multiply-adds.
   MH_INLINE void copy_rows() {
+    for (int64_t l = 0; l < w && k_back > 0; ++l) k_kept[l] = l < k_back ? bits<T>(0) : ~bits<T>(0);
     const bool in_place = reads_q_in_place();
     q_back = in_place ? k_back : 0;
     T* to = q;
@@ -259,7 +275,7 @@ struct decode_task {
   template <class E>
   MH_INLINE auto copied_k(rows_at<D> from, int64_t keys) {
     if constexpr (paired<E>) {
-      return copied_pairs(from, keys, c.k_strides[3], k_dim, k_copy);
+      return copied_pairs(from, keys, c.k_strides[3], k_dim, k_back, k_copy);
     } else {
       for (int64_t k = 0; k < keys; ++k) arrange(from.from(k).base, c.k_strides[3], T(1), k_copy + k * k_dim);
       return rows_at<plain<D>>{k_copy, k_dim};
@@ -268,7 +284,7 @@ struct decode_task {
   template <class E>
   MH_INLINE auto copied_v(rows_at<D> from, int64_t keys) {
     if constexpr (paired<E>) {
-      return copied_pairs(from, keys, c.v_strides[3], v_dim, v_copy);
+      return copied_pairs(from, keys, c.v_strides[3], v_dim, v_back, v_copy);
     } else {
       for (int64_t k = 0; k < keys; ++k) {
         widen_row<D>(from.from(k).base, c.v_strides[3], c.v_dim, v_copy + k * v_dim);
@@ -277,11 +293,12 @@ struct decode_task {
       return rows_at<plain<D>>{v_copy, v_dim};
     }
   }
-  MH_INLINE rows_at<in_pairs> copied_pairs(rows_at<D> from, int64_t keys, int64_t stride, int64_t dims, T* to) {
+  MH_INLINE rows_at<in_pairs> copied_pairs(rows_at<D> from, int64_t keys, int64_t stride, int64_t dims, int64_t back,
+                                           T* to) {
     auto* const copy = reinterpret_cast<uint16_t*>(to);
     for (int64_t k = 0; k < keys; ++k) {
       for (int64_t d = 0; d < dims; d += 2 * w) {
-        const word_vec x = words_of_row(from.from(k).base, stride, d);
+        const word_vec x = words_of_row(from.from(k).base, stride, place_of_pair(d, dims, back));
         memcpy(copy + k * dims + d, &x, sizeof(x));
       }
     }
@@ -447,12 +464,18 @@ struct decode_task {
     for (int n = 0; n < R; ++n) memcpy(s + (r + n) * width, sums + n * of_row, K * sizeof(T));
   }
 
+  // By so much the last pair of vectors of K begins earlier in memory.
+  MH_INLINE int64_t back_of_last_pair() const { return c.copy_kv ? 0 : k_back; }
+
+  // There are as many keys as a block takes, and their rows are whole vectors; or they are not; or there are fewer.
+  enum class keys_of_block { whole, all, some };
   // The same by pairs (decode_pairs.hpp), of a block of R rows as copy_pairs left them. Eight keys at a time: with 16 lines come
   // from too many rows at once (0.94 to 0.97, from L3 0.83 to 0.97), with 4 each waits for its own sum (0.85 to 1.0).
-  template <int R, int K, bool All, asks For>
+  template <int R, int K, keys_of_block Keys, asks For>
   MH_INLINE void score_pairs(int64_t r, rows_at<in_pairs> k, int64_t keys, T* s, soon next) {
     constexpr int some = min_of(K, 8), fours = (some + 3) / 4;
-    const int64_t stride = k.stride;
+    constexpr bool whole = Keys == keys_of_block::whole, have_all = whole || Keys == keys_of_block::all;
+    const int64_t stride = k.stride, last_back = whole ? 0 : back_of_last_pair();
     vec<T> acc[K];
 #pragma GCC unroll 16
     for (int i = 0; i < K; ++i) acc[i] = vec<T>(T(0));
@@ -463,30 +486,38 @@ struct decode_task {
 #pragma GCC unroll 2
       for (int i = 0; i < fours; ++i) four[i] = k.from(first + 4 * i).base;
 #pragma GCC unroll 8
-      for (int i = 0; i < some; ++i) each[i] = k.from(All ? 0 : min_of(first + i, keys - 1)).base;
-      const auto key = [&](int i) MH_INLINE_LAMBDA { return All ? four[i / 4] + i % 4 * stride : each[i]; };
+      for (int i = 0; i < some; ++i) each[i] = k.from(have_all ? 0 : min_of(first + i, keys - 1)).base;
+      const auto key = [&](int i) MH_INLINE_LAMBDA { return have_all ? four[i / 4] + i % 4 * stride : each[i]; };
       const uint32_t* of_q = reinterpret_cast<const uint32_t*>(q) + r * (k_dim / 2);
       soon asked = next.from(first);
-      for (int64_t d = 0; d < k_dim; d += 2 * w) {
+      for (int64_t d = 0, end = k_dim - (last_back > 0 ? 2 * w : 0);; end = k_dim) {
+        do {
 #pragma GCC unroll 8
-        for (int n = 0; n < R; ++n, of_q += w) {
-          if constexpr (For != asks::nothing) {  // an R-th of the lines
+          for (int n = 0; n < R; ++n, of_q += w) {
+            if constexpr (For != asks::nothing) {  // an R-th of the lines
+#pragma GCC unroll 8
+              for (int i = 0; i < some; ++i) {
+                if ((2 * w * 2 >= 64 || d * 2 % 64 == 0) && i * R / some == n) ask<For>(asked.base + i * asked.stride);
+              }
+            }
+            const word_vec x = word_vec::load_aligned(of_q);
 #pragma GCC unroll 8
             for (int i = 0; i < some; ++i) {
-              if ((2 * w * 2 >= 64 || d * 2 % 64 == 0) && i * R / some == n) ask<For>(asked.base + i * asked.stride);
+              acc[first + i] = add_products(acc[first + i], repeat_pairs<R>(key(i) + n * (2 * w / R)), x);
             }
           }
-          const word_vec x = word_vec::load_aligned(of_q);
-#pragma GCC unroll 8
-          for (int i = 0; i < some; ++i) {
-            acc[first + i] = add_products(acc[first + i], repeat_pairs<R>(key(i) + n * (2 * w / R)), x);
-          }
-        }
 #pragma GCC unroll 2
-        for (const uint16_t*& p : four) p += 2 * w;
+          for (const uint16_t*& p : four) p += 2 * w;
 #pragma GCC unroll 8
-        for (const uint16_t*& p : each) p += 2 * w;
-        asked.base += 4 * w;
+          for (const uint16_t*& p : each) p += 2 * w;
+          asked.base += 4 * w;
+          d += 2 * w;
+        } while (d < end);
+        if (whole || end == k_dim) break;
+#pragma GCC unroll 2
+        for (const uint16_t*& p : four) p -= last_back;
+#pragma GCC unroll 8
+        for (const uint16_t*& p : each) p -= last_back;
       }
     }
     vec<T> all[w];  // fewer keys come several times over
@@ -501,12 +532,12 @@ struct decode_task {
     if constexpr (K > 4) {
       if (keys <= K / 2) return score_last<R, K / 2, For>(r, row_end, k, keys, s, next);
     }
-    for (; r < row_end; r += R) score_block<R, K, false, For>(r, k, keys, s, next);
+    for (; r < row_end; r += R) score_block<R, K, keys_of_block::some, For>(r, k, keys, s, next);
   }
-  template <int R, int K, bool All, asks For, class E>
+  template <int R, int K, keys_of_block Keys, asks For, class E>
   MH_INLINE void score_block(int64_t r, rows_at<E> k, int64_t keys, T* s, soon next) {
     if constexpr (paired<E>) {
-      score_pairs<R, K, All, For>(r, k, keys, s, next);
+      score_pairs<R, K, Keys, For>(r, k, keys, s, next);
     } else {
       score_rows<R, K, For>(r, k, keys, s, next);
     }
@@ -519,8 +550,15 @@ struct decode_task {
     if (r < row_end) {
       constexpr int K = paired<E> ? static_cast<int>(w) : dots / R;
       int64_t i = 0;
-      for (; i + K <= keys; i += K) {
-        for (int64_t n = r; n < row_end; n += R) score_block<R, K, true, For>(n, k.from(i), K, s + i, next.from(i));
+      const auto score_whole_blocks = [&]<keys_of_block Keys>() MH_INLINE_LAMBDA {
+        for (; i + K <= keys; i += K) {
+          for (int64_t n = r; n < row_end; n += R) score_block<R, K, Keys, For>(n, k.from(i), K, s + i, next.from(i));
+        }
+      };
+      if (!paired<E> || back_of_last_pair() == 0) {
+        score_whole_blocks.template operator()<keys_of_block::whole>();
+      } else if constexpr (paired<E>) {
+        score_whole_blocks.template operator()<keys_of_block::all>();
       }
       if (i < keys) score_last<R, K, For>(r, row_end, k.from(i), keys - i, s + i, next.from(i));
     }
@@ -541,10 +579,11 @@ struct decode_task {
     bool goes_on, ends, begun;
   };
 
-  // O[row .. row + R)[dims d ..] += P V for some keys, of N pairs of vectors and, where S is 1, one that may begin earlier.
+  // O[row .. row + R)[dims d ..] += P V for some keys, of N pairs of vectors and, where S is 1, one (by pairs
+  // a pair) that may begin earlier.
   template <bool Careful, int R, int N, int S, asks For, class E>
   MH_INLINE void add_values(rows_at<E> v, int64_t keys, int64_t first_row, const T* p, int64_t d, part of, soon next) {
-    constexpr int V = 2 * N + S;
+    constexpr int V = paired<E> ? 2 * (N + S) : 2 * N + S;
     const int64_t single = place_of(d + 2 * N * w, v_dim, v_back);
     const auto place = [=](int n) MH_INLINE_LAMBDA { return n < 2 * N ? d + n * w : single; };
     constexpr int64_t bytes = V * w * static_cast<int64_t>(sizeof(typename E::storage));
@@ -557,6 +596,8 @@ struct decode_task {
       }
     }
     if constexpr (paired<E>) {
+      constexpr int64_t whole = 2 * N * w;
+      const int64_t last = c.copy_kv ? whole : place_of_pair(d + whole, v_dim, v_back) - d;
       for (int64_t k = 0; k < keys; k += 2) {
         const soon asked = next.from(k);
         word_vec weight[R];
@@ -564,13 +605,14 @@ struct decode_task {
         for (int r = 0; r < R; ++r) weight[r] = word_vec(word_of(p + r * width + k / 2));
         const uint16_t *const row = v.from(k).base + d, *const other = v.from(min_of(k + 1, keys - 1)).base + d;
 #pragma GCC unroll 8
-        for (int n = 0; n < N; ++n) {
+        for (int n = 0; n < N + S; ++n) {
+          const int64_t at_dim = n < N ? n * 2 * w : last;
           if constexpr (For != asks::nothing) {
             ask<For>(asked.base + n * 4 * w);
             ask<For>(asked.base + asked.stride + n * 4 * w);
           }
           word_vec even, odd;
-          join_rows(load_words(row + n * 2 * w), load_words(other + n * 2 * w), even, odd);
+          join_rows(load_words(row + at_dim), load_words(other + at_dim), even, odd);
 #pragma GCC unroll 8
           for (int r = 0; r < R; ++r) {
             acc[r][2 * n] = add_products(acc[r][2 * n], even, weight[r]);
@@ -642,16 +684,19 @@ struct decode_task {
     int64_t d = 0;
     const auto add = [&]<int Pairs, int Single>() MH_INLINE_LAMBDA {
       add_values<Careful, R, Pairs, Single, For>(v, keys, r, p, d, of, next.from(0, d * size));
-      d += (2 * Pairs + Single) * w;
+      d += (2 * Pairs + (paired<E> ? 2 : 1) * Single) * w;
     };
     // Up to two rows, of few vectors: in one pass what would else be two, in which each waits for its own sums. Three
     // pairs with a single vector stay two passes, four with one of 16 lanes, too (heads of 112 and 144): each adds 2 % to the
     // library's code.
-    if constexpr (R <= 2 && !Careful && !paired<E>) {
-      if (v_dim - v_pairs == w) {
+    if constexpr (R <= 2 && !Careful) {
+      if (v_dim - v_pairs == (paired<E> ? 2 * w : w)) {
         if (v_pairs == 2 * w) return add.template operator()<1, 1>();
         if (v_pairs == 4 * w) return add.template operator()<2, 1>();
-        if constexpr (N >= 4 && w < 16) {
+        if constexpr (N >= 4 && paired<E>) {
+          if (v_pairs == 6 * w) return add.template operator()<3, 1>();
+        }
+        if constexpr (N >= 4 && w < 16 && !paired<E>) {
           if (v_pairs == 8 * w) return add.template operator()<4, 1>();
         }
       }
@@ -666,9 +711,7 @@ struct decode_task {
     if constexpr (N > 1) {
       while (d + 2 * w <= v_pairs) add.template operator()<1, 0>();
     }
-    if constexpr (!paired<E>) {
-      while (d < v_dim) add.template operator()<0, 1>();
-    }
+    while (d < v_dim) add.template operator()<0, 1>();
   }
 
   template <bool Careful, int R, asks For, class E>
@@ -1088,7 +1131,7 @@ struct decode_task {
     finite_check<T> finite;
     const double undo = careful ? ::exp2(careful_shift(c.kv_len)) : 1.0;
     // Stores of vectors may change members, for all that a compiler knows.
-    const int64_t dims = v_dim, back = v_back, pairs = on_unit || (D::pairs_apart && !c.copy_kv) ? v_pairs : 0;
+    const int64_t dims = v_dim, back = v_back, pairs = on_unit ? v_dim : D::pairs_apart && !c.copy_kv ? v_pairs : 0;
     const bool partial = c.chunks > 1, in_vectors = back == dims - c.v_dim && (partial || c.out_strides[3] == 1);
     row_walk<char> to = rows_of_results<D>(c, task, kv_head + h, task.row_begin);
     for (int64_t r = h * padded_rows; r < h * padded_rows + rows; ++r, to.step(c)) {
@@ -1109,13 +1152,14 @@ struct decode_task {
       if constexpr (D::pairs_apart || has_unit) {
         for (; d < pairs; d += 2 * w) {
           vec<T> even = value(d), odd = value(d + w);
+          const int64_t at_dim = place_of_pair(d, dims, back);
           if (in_vectors && !partial) {
             const word_vec both = D::narrow(even) | (D::narrow(odd) << 16);
-            memcpy(static_cast<typename D::storage*>(row) + d, &both, sizeof(both));
+            memcpy(static_cast<typename D::storage*>(row) + at_dim, &both, sizeof(both));
           } else {
             interleave<T>(even, odd);
-            write(d, even);
-            write(d + w, odd);
+            write(at_dim, even);
+            write(at_dim + w, odd);
           }
         }
       }
@@ -1166,6 +1210,7 @@ struct decode_task {
     if (on_unit) {
       on_unit = false;
       padded_rows = rows;
+      measure_rows(false);
       copy_rows();
       lap(task.clock, phase_pack);
     }

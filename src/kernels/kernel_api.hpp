@@ -200,8 +200,8 @@ inline constexpr int64_t most_decode_rows = 32, most_rows_at_once = 128;
 // And all routes for a tile of so many keys.
 inline constexpr int64_t most_tile_keys = 256;
 
-// How the decode route multiplies on the unit, where the plan says so: 32 keys at a time with tiles (decode_unit.hpp), or by pairs
-// in the place of multiply-adds (decode_pairs.hpp).
+// How the decode route multiplies on the unit, where the plan says so: 32 keys at a time with tiles (decode_unit.hpp), for heads of
+// multiples of 32, or by pairs in the place of multiply-adds (decode_pairs.hpp), for heads of 32 and more.
 enum how_unit_steps : int32_t { no_unit_steps, steps_of_tiles, steps_of_pairs };
 // A head's rows there: of tiles more than 16 are two blocks of the same size; by pairs one of zeros joins 7 of 8, or 3 of 4.
 inline constexpr int64_t rows_on_unit(int32_t how, int64_t rows) {
@@ -219,7 +219,7 @@ struct dtype_kernels {
   int64_t flops_of_turn;  // of `arithmetic`
   // With fewer rows (group * q_len) or keys the matrix route, where it exists, is slower; of f32 see plan.cpp too.
   int32_t matrix_rows, matrix_keys;
-  int32_t unit_steps;  // how_unit_steps, for heads of multiples of 32
+  int32_t unit_steps;  // how_unit_steps
   linear_fn linear;
   widen_fn widen;  // NULL: the dtype is the arithmetic type
   linear_unit_kernels linear_unit;

@@ -355,8 +355,9 @@ def _decode(
     copies = planned.plan["copies_kv"] if copies is None else copies
     core, rows = shape.core, shape.rows
     keys = shape.heads * shape.reached(rows)
-    k, v = (keys * _blocks(dim, shape.lanes) for dim in (shape.d, shape.v))
     pairs = by_pairs(planned)
+    wide = 2 if pairs else 1  # what is not whole pairs of vectors is multiplied with zeros
+    k, v = (keys * wide * _blocks(dim, wide * shape.lanes) for dim in (shape.d, shape.v))
     load = core.load + (core.convert if shape.item == 2 and not pairs else 0)
     lane_sum = PAIR_SUM if pairs and rows >= 4 else core.lane_sum
     # Four rows at a time, then two, then one: each pass reads the keys of a tile again, from L1.
