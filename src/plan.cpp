@@ -20,7 +20,7 @@
 //   threads, within L2 together, 0.84 times as fast, 6 MB 1.00, 12 to 67 MB 1.02 to 1.12, 134 MB and more, from memory, 1.1
 //   to 1.4. So that asks beyond four times L2.
 //   Decode asks for rows of V with K and of K with V, in 16 bits into L1, else into L2. Some cores want it otherwise:
-//   Zen 5: f32 and f64 with AVX-512 ask each for its own (decode.hpp says how far ahead): heads of 16 to 256, 1 to 12 rows,
+//   Zen 5: f32 and f64 with AVX-512 ask each for its own (decode.hpp: further_on): heads of 16 to 256, 1 to 12 rows,
 //   1.0 to 1.3 times as fast on one thread, 0.97 to 1.3 on two. In 16 bits 0.55 to 1.09, with AVX2 0.5 to 1.3, where heads
 //   lie side by side in rows 0.85 to 1.16: not there. What it finds in half of L3 it brings itself: 3 to 13 MB without
 //   asking, 1 to 4 rows, f32, AVX-512 0.95 to 1.27 times as fast, AVX2 0.91 to 1.28, one thread and two; 16 MB 0.79 to
@@ -270,7 +270,7 @@ bool comes_unasked(cpu_core core, const problem& p, int64_t lanes_of_f32, double
   }
 }
 
-// Whether kernels with AVX-512 ask for K with K and for V with V. (16 bits and others never do: decode.hpp.)
+// Whether kernels with AVX-512 ask for K with K and for V with V. (16 bits and others never do: decode.hpp, may_ask_own.)
 bool asks_for_own(cpu_core core, const problem& p, double l3s) {
   if (p.k_strides[2] != p.head_dim || p.v_strides[2] != p.v_dim) return false;
   const int64_t rows = p.group() * p.q_len;

@@ -10,7 +10,7 @@
 // lanes up takes 6 instructions for each of 8 rows, 11 of 4, 45 of one. With lanes over dims alone, as multiply-adds have it, 8
 // and 16 rows took 1.2 times as long.
 //
-// decode.hpp has the loops, where E = in_pairs takes this way. Weights are rounded, and what the unit cannot do is left to
+// decode_scores.hpp and decode_values.hpp have the loops, where E = in_pairs takes this way. Weights are rounded, and what the unit cannot do is left to
 // multiply-adds, head by head, as with a unit of tiles (decode_unit.hpp). BFDOT of AArch64 could do the same.
 #pragma once
 
@@ -27,6 +27,8 @@ inline constexpr bool unit_takes_pairs = unit_takes_columns && std::is_same_v<D,
 struct in_pairs {
   using storage = uint16_t;
 };
+template <class E>
+inline constexpr bool paired = std::is_same_v<E, in_pairs>;
 
 MH_INLINE word_vec load_words(const uint16_t* p) {
 #if defined(__AVX512BF16__) && !defined(__SANITIZE_ADDRESS__)

@@ -1,0 +1,239 @@
+// What the two products of the decode route share: rows of Q as they take them, where rows of K and V are, and what is asked for
+// ahead of need.
+#pragma once
+
+#include "decode_unit.hpp"
+
+namespace manyhead::MH_ISA {
+namespace {
+
+// Rows of K or V as they are in memory, or as copied. E: the trait of their elements.
+template <class E>
+struct rows_at {
+  const typename E::storage* base;
+  int64_t stride;
+  MH_INLINE rows_at from(int64_t row, int64_t dim = 0) const { return {base + row * stride + dim, stride}; }
+};
+
+// Rows that are needed soon: of V while K is worked on, and of the next tile's K during the values. Each step asks for
+// the bytes of the other that it reads itself, one line every few cycles: sixteen at once would fill the buffers that
+// also bring lines from L2, and all would wait. Or its own bytes some rows on (kernel_call.asks_own), where rows are
+// not widened and there are registers to read them in few passes: with many a row comes again before its lines do.
+// Own rows are few enough for L1, and so are tiles of K and V in 16 bits (other_l1), where kernel_call.asks_l1. All
+// others are asked for into L2.
+enum class asks { nothing, other, other_l1, own };
+struct soon {
+  const char* base;
+  int64_t stride;  // bytes
+  MH_INLINE soon from(int64_t row, int64_t bytes = 0) const { return {base + row * stride + bytes, stride}; }
+};
+template <class E>
+MH_INLINE soon as_soon(rows_at<E> rows) {
+  constexpr int64_t size = sizeof(typename E::storage);
+  return {reinterpret_cast<const char*>(rows.base), rows.stride * size};
+}
+template <asks For>
+MH_INLINE void ask(const char* p) {
+  __builtin_prefetch(p, 0, For == asks::other_l1 || For == asks::own ? 3 : 2);
+}
+
+template <class D>
+struct step_rows {
+  using T = typename D::real;
+  static constexpr int64_t w = lanes<T>;
+  static constexpr bool many_registers = max_panel_vectors == 3;
+  // Rows worked on together. 8 of them convert each 16-bit element half as often, but were slower: V is then read in
+  // pieces of 64 bytes.
+  static constexpr int most_rows = 4;
+  static constexpr bool widens = sizeof(typename D::storage) < sizeof(T);
+  static constexpr bool has_tiles = unit_takes_tiles<D>, has_pairs = unit_takes_pairs<D>,
+                        has_unit = has_tiles || has_pairs;
+
+  const kernel_call& c;
+  const kernel_task& task;
+  int64_t kv_head, heads;  // those worked on together, each with its own keys
+  int64_t rows;            // of a head
+  int64_t padded_rows;     // of a head in scratch, those behind `rows` are zeros; those of the next head follow
+  int64_t k_dim, v_dim;    // padded to whole vectors, by pairs of their elements
+  // By so much the last vector of a row begins earlier; of copies of V it does not, but by pairs, nor of copies of Q.
+  int64_t k_back, v_back, q_back;
+  int64_t k_pairs, v_pairs;            // what of a row goes in pairs of vectors: all but the last vector or two
+  T* q;                                // [heads * padded_rows][k_dim]: copies, where rows are not read in place
+  const T* q_rows[most_rows_at_once];  // where each row is
+  const T* const* q_row;               // the first of those worked on
+  T* k_copy;
+  T* v_copy;
+  bool on_unit = false;              // products are the unit's
+  bool is_usual[most_rows_at_once];  // of a head: its rows are for the unit
+  alignas(64) bits<T> k_kept[w];     // of the last vector of K: all bits of a lane, or none
+
+  MH_INLINE step_rows(const kernel_call& call, const kernel_task& t) : c(call), task(t) {}
+
+  MH_INLINE void carve(carver& from, int64_t head_count, int64_t head_rows) {
+    measure_rows(has_pairs && c.unit_steps);
+    q = from.take<T>(head_count * head_rows * k_dim);
+    k_copy = from.take<T>(c.copy_kv ? c.block_kv * k_dim : 0);
+    v_copy = from.take<T>(c.copy_kv ? c.block_kv * v_dim : 0);
+  }
+
+  MH_INLINE void measure_rows(bool by_pairs) {
+    const auto padded = [=](int64_t dims) { return by_pairs ? round_up<2 * w>(dims) : round_up<w>(dims); };
+    k_dim = padded(c.head_dim);
+    v_dim = padded(c.v_dim);
+    k_back = c.head_dim < w ? 0 : k_dim - c.head_dim;
+    v_back = c.copy_kv && !by_pairs ? 0 : v_dim - c.v_dim;
+    const auto pairs = [=](int64_t dims, int64_t back) { return round_down<2 * w>(dims - (back > 0 ? w : 0)); };
+    k_pairs = pairs(k_dim, k_back);
+    v_pairs = pairs(v_dim, v_back);
+  }
+
+  // Out of line: clang keeps an address for each element, of which the usual way would pay.
+  static __attribute__((noinline)) void gather(const typename D::storage* row, int64_t stride, T (&to)[2 * w]) {
+    widen_row<D>(row, stride, 2 * w, to);
+  }
+
+  // A row of q or K, elements `stride` apart, as T in the order that the scores are computed in, times `scale`.
+  MH_INLINE void arrange(const typename D::storage* row, int64_t stride, T scale, T* to) const {
+    const int64_t dim = c.head_dim, padded = k_dim, pairs = k_pairs, back = k_back;  // in registers through the stores
+    const vec<T> factor(scale);
+    int64_t d = 0;
+    for (; d < pairs; d += 2 * w) {
+      vec<T> a, b;
+      if (stride == 1) {
+        D::widen_pair(row + d, a, b);
+      } else {
+        alignas(64) T apart[2 * w];
+        gather(row + d * stride, stride, apart);
+        a = vec<T>::load_aligned(apart);
+        b = vec<T>::load_aligned(apart + w);
+        if constexpr (D::pairs_apart) deinterleave<T>(a, b);
+      }
+      (a * factor).store_aligned(to + d);
+      (b * factor).store_aligned(to + d + w);
+    }
+    if (d == padded) return;
+    const int64_t whole = back > 0 ? padded - w : dim;  // what is left goes behind `back` zeros
+    widen_row<D>(row + d * stride, stride, whole - d, to + d);
+    for (int64_t i = whole; i < padded; ++i) to[i] = T(0);
+    if (back > 0) widen_row<D>(row + whole * stride, stride, dim - whole, to + whole + back);
+    for (; d < padded; d += w) (vec<T>::load_aligned(to + d) * factor).store_aligned(to + d);
+  }
+
+  // With few keys copies of Q take as long as a sixth of all else (8 rows against 8 keys of 80). There rows are read in place, where
+  // nothing is multiplied with them (kernel_api.hpp: q_scale).
+  MH_INLINE bool reads_q_in_place() const {
+    constexpr int64_t few = 32;
+    return !widens && c.q_scale == 1 && c.q_strides[3] == 1 && c.head_dim >= w && c.kv_len <= few;
+  }
+
+  // Where vector d of such a row lies in memory; and, in pairs of vectors of which the last may begin earlier, too, pair d.
+  static MH_INLINE int64_t place_of(int64_t d, int64_t padded, int64_t back) { return d + w == padded ? d - back : d; }
+  static MH_INLINE int64_t place_of_pair(int64_t d, int64_t padded, int64_t back) {
+    return d + 2 * w == padded ? d - back : d;
+  }
+
+  // Rows of Q for products of pairs, in the blocks that score_all takes: as many pairs of each row as a vector has for it, and
+  // those of the block's next row behind them. Zeros where the last vector has dims of the one before.
+  static constexpr int most_rows_of_pairs = min_of(8, static_cast<int>(w));
+  MH_INLINE void copy_pairs() {
+    auto* to = reinterpret_cast<uint32_t*>(q);
+    alignas(64) uint16_t kept[2 * w];
+    for (int64_t i = 0; i < 2 * w; ++i) kept[i] = i < k_back ? 0 : 0xffff;
+    const word_vec kept_of_last = load_words(kept);
+    for (int64_t h = 0; h < heads; ++h) {
+      pair_magnitudes seen;
+      row_walk<const typename D::storage> row = rows_of_q<D>(c, task.batch, kv_head + h, task.row_begin);
+      copy_blocks<most_rows_of_pairs>(row, 0, to, kept_of_last, seen);
+      is_usual[h] = seen.all_usual();
+    }
+  }
+  template <int R>
+  MH_INLINE void copy_blocks(row_walk<const typename D::storage>& row, int64_t r, uint32_t*& to, word_vec kept_of_last,
+                             pair_magnitudes& seen) {
+    constexpr int64_t piece = w / R;
+    for (; r + R <= padded_rows; r += R, to += R * k_dim / 2) {
+      for (int64_t n = 0; n < R; ++n, row.step(c)) {
+        uint32_t* at_row = to + n * piece;
+        for (int64_t d = 0; d < k_dim; d += 2 * w) {
+          alignas(64) uint32_t pairs[w];
+          const int64_t at_dim = place_of_pair(d, k_dim, k_back);
+          word_vec x = words_of_row(r + n < rows ? row.at : nullptr, c.q_strides[3], at_dim);
+          if (at_dim != d) x = x & kept_of_last;
+          seen.take(x);
+          x.store_aligned(pairs);
+#pragma GCC unroll 8
+          for (int i = 0; i < R; ++i, at_row += w) memcpy(at_row, pairs + i * piece, piece * sizeof(*pairs));
+        }
+      }
+    }
+    if constexpr (R > 1) copy_blocks<R / 2>(row, r, to, kept_of_last, seen);
+  }
+
+  // Rows of Q for multiply-adds.
+  MH_INLINE void copy_rows() {
+    for (int64_t l = 0; l < w && k_back > 0; ++l) k_kept[l] = l < k_back ? bits<T>(0) : ~bits<T>(0);
+    const bool in_place = reads_q_in_place();
+    q_back = in_place ? k_back : 0;
+    T* to = q;
+    const T** row_at = q_rows;
+    // In registers through the stores.
+    const int64_t dims = k_dim, count = rows, padded = padded_rows, head_end = task.kv_head_end;
+    for (int64_t head = task.kv_head_begin; head < head_end; ++head) {
+      row_walk<const typename D::storage> row = rows_of_q<D>(c, task.batch, head, task.row_begin);
+      for (int64_t r = 0; r < count; ++r, row.step(c), to += dims) {
+        if (in_place) {
+          *row_at++ = reinterpret_cast<const T*>(row.at);
+        } else {
+          arrange(row.at, c.q_strides[3], static_cast<T>(c.q_scale), to);
+          *row_at++ = to;
+        }
+      }
+      for (int64_t r = count; r < padded; ++r, to += dims) {
+        memset(to, 0, static_cast<size_t>(dims) * sizeof(T));
+        *row_at++ = to;
+      }
+    }
+  }
+
+  MH_INLINE rows_at<D> in_place(const void* base, const int64_t* strides, int64_t batch, int64_t head,
+                                int64_t begin) const {
+    return {static_cast<const typename D::storage*>(base) + batch * strides[0] + head * strides[1] + begin * strides[2],
+            strides[2]};
+  }
+
+  template <class E>
+  MH_INLINE auto copied_k(rows_at<D> from, int64_t keys) {
+    if constexpr (paired<E>) {
+      return copied_pairs(from, keys, c.k_strides[3], k_dim, k_back, k_copy);
+    } else {
+      for (int64_t k = 0; k < keys; ++k) arrange(from.from(k).base, c.k_strides[3], T(1), k_copy + k * k_dim);
+      return rows_at<plain<D>>{k_copy, k_dim};
+    }
+  }
+  template <class E>
+  MH_INLINE auto copied_v(rows_at<D> from, int64_t keys) {
+    if constexpr (paired<E>) {
+      return copied_pairs(from, keys, c.v_strides[3], v_dim, v_back, v_copy);
+    } else {
+      for (int64_t k = 0; k < keys; ++k) {
+        widen_row<D>(from.from(k).base, c.v_strides[3], c.v_dim, v_copy + k * v_dim);
+        for (int64_t d = c.v_dim; d < v_dim; ++d) v_copy[k * v_dim + d] = T(0);
+      }
+      return rows_at<plain<D>>{v_copy, v_dim};
+    }
+  }
+  MH_INLINE rows_at<in_pairs> copied_pairs(rows_at<D> from, int64_t keys, int64_t stride, int64_t dims, int64_t back,
+                                           T* to) {
+    auto* const copy = reinterpret_cast<uint16_t*>(to);
+    for (int64_t k = 0; k < keys; ++k) {
+      for (int64_t d = 0; d < dims; d += 2 * w) {
+        const word_vec x = words_of_row(from.from(k).base, stride, place_of_pair(d, dims, back));
+        memcpy(copy + k * dims + d, &x, sizeof(x));
+      }
+    }
+    return {copy, dims};
+  }
+};
+
+}  // namespace
+}  // namespace manyhead::MH_ISA
