@@ -134,8 +134,8 @@ bool has_heads_for(how_unit_steps how, const problem& p) {
 // 12 and 16 rows of heads of 32 and 64 0.7 to 0.95. Beside the matrix route, 32 to 4096 keys: 17 rows 1.36 to 1.72, 24 rows 1.19 to 1.28, 28
 // rows 1.02 to 1.08, 32 rows 0.91 to 0.98. From memory 3 rows and more 1.0 to 1.8, but 1 and 2 rows 0.8 to 1.0, from L3 1.05 to 1.2: lines
 // asked for come too late then (docs/experiments.md). Heads that are not a multiple of 32, of which some is multiplied with zeros (40 to 112): 1
-// to 8 rows and 24 keys and more 1.0 to 1.6, 8 and 12 keys 0.84 to 1.1; beside the matrix route 20 rows 1.0 (40) to 1.3, 24 rows 0.84 to
-// 1.1. Unmeasured on Zen 5, where VDPBF16PS is as much faster than multiply-adds.
+// to 8 rows and 24 keys and more 1.0 to 1.6, 16 keys 0.94 to 1.17, 8 and 12 keys 0.84 to 1.1; beside the matrix route 12 and 20 rows 1.0
+// (40) to 1.3, 24 rows 0.84 to 1.1. Unmeasured on Zen 5, where VDPBF16PS is as much faster than multiply-adds.
 bool steps_by_pairs(const problem& p) {
   constexpr int64_t few_keys = 16;
   const bool whole = has_whole_steps(p);

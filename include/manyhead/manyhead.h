@@ -384,7 +384,7 @@ typedef struct mh_merge {
   int64_t lses_strides[4]; /* [states, batch, heads, q_len] */
   int64_t out_strides[4];  /* [batch, heads, q_len, v_dim] */
   int64_t lse_strides[3];  /* [batch, heads, q_len] */
-  const mh_exec* exec;     /* NULL = defaults; workspace is not used */
+  const mh_exec* exec;     /* NULL = defaults; workspace is checked, but not used */
 } mh_merge;
 
 /* outs has dtype, lses and lse are real; lse may be NULL. Outputs may not overlap inputs. */

@@ -52,17 +52,18 @@ REALS = {np.dtype(name): _kinds(name) for name in ("float32", "float64")}
 def see(
     x: Any, name: str, kinds: Kinds = FLOATS, convert: Callable[[Any, str], Any] = floats, vector: bool = False
 ) -> Seen:
-    """An input. Arrays of these kinds are what C reads, vectors where they are contiguous; others are converted."""
+    """An input. Arrays of these kinds are what C reads, vectors where they are contiguous; others are converted, as are
+    numbers without a dimension in the place of vectors."""
     kind = type(x)
     if kind is _ndarray:
         dtype = x.dtype
-        if dtype in kinds and x.flags.carray:  # most are: what address does, without a call
+        if dtype in kinds and x.flags.carray and (x.ndim or not vector):  # most are: what address does, without a call
             try:
                 return x, (x.shape, x.strides, dtype), _address(_from_buffer(x))  # type: ignore[arg-type]
             except (ValueError, TypeError, BufferError):  # empty, or NumPy warns of writing
                 pass
     elif kind is _Tensor:
-        if (seen := _see_plain(x, kinds.get(x.dtype))) and (not vector or x.is_contiguous()):
+        if (seen := _see_plain(x, kinds.get(x.dtype))) and (not vector or (x.ndim and x.is_contiguous())):
             return seen
     elif kind is Shape:
         return x, facts(x), 0
@@ -127,7 +128,8 @@ def _see_plain(x: Any, item: int | None) -> Seen | None:
             and not x.requires_grad
             and x.layout is _layout
             and not x.is_neg()  # the negative of what lies in its memory
-            and not (begin := x.data_ptr()) & item
+            and (begin := x.data_ptr())  # 0 for empty ones and those without memory
+            and not begin & item
         ):
             return x, (x.shape, x.stride(), x.dtype), begin
     except RuntimeError:  # a nested one has no shape, one within torch.vmap no memory

@@ -35,6 +35,10 @@ class Tensor:
     def shape(self) -> tuple[int, ...]:
         return self.array.shape
 
+    @property
+    def ndim(self) -> int:
+        return self.array.ndim
+
     def stride(self) -> tuple[int, ...]:
         return tuple(stride // self.array.itemsize for stride in self.array.strides)
 

@@ -301,6 +301,7 @@ def fake(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", fake_torch.module())
     monkeypatch.setattr(_tensors, "_Tensor", _tensors._NoTensor)
     monkeypatch.setattr(_tensors, "_layout", None)
+    monkeypatch.setattr(_tensors, "_like", None)
     for name in ("_types", "_empty"):
         monkeypatch.setattr(_tensors, name, {})
     monkeypatch.setattr(_exec, "_runtimes", dict(_exec._runtimes))
@@ -395,6 +396,17 @@ def test_vectors_as_they_are(fake, name, seen_as):
     shorter = given[..., :-1]
     with pytest.raises(ValueError, match=f"{name} has shape"):
         plan.run(q, k, v, **{name: fake.Tensor(shorter)})
+
+
+@pytest.mark.parametrize("name", ["seqused_k", "q_offset", "alibi_slopes", "sinks"])
+def test_numbers_without_a_dimension(fake, name):
+    """They are vectors of one, whatever their type."""
+    q, k, v = tensors(1, 1, 5, 8)
+    number = np.array(2, np.int64 if name in ("seqused_k", "q_offset") else np.float32)
+    options = {"causal": True, "align": None if name == "q_offset" else "top_left"}
+    expected = manyhead.attention(q, k, v, **{name: number.reshape(1)}, **options)
+    for given in (number, number.astype(np.int16), fake.Tensor(number), fake.Tensor(number), fake.Tensor(number)):
+        np.testing.assert_array_equal(manyhead.attention(q, k, v, **{name: given}, **options), expected)
 
 
 def test_tensors_that_numpy_must_see(fake):

@@ -13,8 +13,8 @@
 // Where a matrix unit takes few rows and the plan says so, products are the unit's: with tiles (decode_unit.hpp), or by pairs in
 // the same loops (decode_pairs.hpp).
 //
-// A task is made of what comes one after the other: decode_rows.hpp, decode_scores.hpp, decode_weights.hpp, decode_values.hpp; here
-// are its tiles and heads, and how they end.
+// Its parts, each on top of the one before: decode_rows.hpp, decode_scores.hpp, decode_values.hpp, decode_weights.hpp. Here are tiles
+// and heads, and how they end.
 #pragma once
 
 #include "decode_weights.hpp"

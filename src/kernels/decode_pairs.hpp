@@ -4,7 +4,7 @@
 //   S[R rows][key] = reduce(sum over dims of q[R rows] * K[key])   lanes over R rows and lanes / R pairs of dims: as many dims of a
 //                                                                  key, repeated for each row; R = 8, 4, 2 and 1
 //   O[row] += P[row][pair of keys] * V[pair of keys]               lanes over dims; two rows of V joined, even and odd
-//                                                                  dims apart (decode.hpp: pairs_apart)
+//                                                                  dims apart (dtype.hpp: pairs_apart)
 //
 // With rows in the lanes a key is one sum of 16 lanes, not R of them: beside 32 products of a row with 16 keys of 64 dims, adding
 // lanes up takes 6 instructions for each of 8 rows, 11 of 4, 45 of one. With lanes over dims alone, as multiply-adds have it, 8

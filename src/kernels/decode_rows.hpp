@@ -55,7 +55,7 @@ struct step_rows {
   int64_t rows;            // of a head
   int64_t padded_rows;     // of a head in scratch, those behind `rows` are zeros; those of the next head follow
   int64_t k_dim, v_dim;    // padded to whole vectors, by pairs of their elements
-  // By so much the last vector of a row begins earlier; of copies of V it does not, but by pairs, nor of copies of Q.
+  // By so much the last vector of a row begins earlier. Not so in copies of Q, nor in those of V but by pairs.
   int64_t k_back, v_back, q_back;
   int64_t k_pairs, v_pairs;            // what of a row goes in pairs of vectors: all but the last vector or two
   T* q;                                // [heads * padded_rows][k_dim]: copies, where rows are not read in place

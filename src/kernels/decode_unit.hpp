@@ -6,7 +6,7 @@
 //
 // A product takes as many cycles as A has rows: 16 for K, whatever the rows of Q, and as many as there are rows for V. Both
 // are a quarter or less of what multiply-adds take for four rows. Nothing is widened; two neighbouring rows of V are joined,
-// even and odd dims apart, in which order results stay until they are written (decode.hpp: pairs_apart). K is not copied: reading
+// even and odd dims apart, in which order results stay until they are written (dtype.hpp: pairs_apart). K is not copied: reading
 // it in place is 1.2 to 1.4 times as fast.
 // Weights are rounded, of f16 to two parts (unit_number.hpp), as on the matrix route (matrix.hpp), whose limits hold too: what the
 // unit cannot do is left to multiply-adds, head by head.

@@ -356,7 +356,7 @@ def _decode(
     core, rows = shape.core, shape.rows
     keys = shape.heads * shape.reached(rows)
     pairs = by_pairs(planned)
-    wide = 2 if pairs else 1  # what is not whole pairs of vectors is multiplied with zeros
+    wide = 2 if pairs else 1  # dims that are not whole pairs of vectors count as such
     k, v = (keys * wide * _blocks(dim, wide * shape.lanes) for dim in (shape.d, shape.v))
     load = core.load + (core.convert if shape.item == 2 and not pairs else 0)
     lane_sum = PAIR_SUM if pairs and rows >= 4 else core.lane_sum
