@@ -129,13 +129,14 @@ bool has_heads_for(how_unit_steps how, const problem& p) {
   return how == steps_of_pairs && p.head_dim >= 32 && p.v_dim >= 32;
 }
 
-// Whether steps go by pairs (decode_pairs.hpp). On Zen 4, heads of 32 to 256, one thread, speed beside multiply-adds: 16 to 512 keys in
-// cache 1 row 1.0 to 1.25, 2 rows 1.1 to 1.4, 4 rows 1.15 to 1.6, 8 rows 1.2 to 1.84, 16 rows 0.91 to 1.8; 8 keys 0.93 to 1.15 up to 8 rows,
-// 12 and 16 rows of heads of 32 and 64 0.7 to 0.95. Beside the matrix route, 32 to 4096 keys: 17 rows 1.36 to 1.72, 24 rows 1.19 to 1.28, 28
-// rows 1.02 to 1.08, 32 rows 0.91 to 0.98. From memory 3 rows and more 1.0 to 1.8, but 1 and 2 rows 0.8 to 1.0, from L3 1.05 to 1.2: lines
-// asked for come too late then (docs/experiments.md). Heads that are not a multiple of 32, of which some is multiplied with zeros (40 to 112): 1
-// to 8 rows and 24 keys and more 1.0 to 1.6, 16 keys 0.94 to 1.17, 8 and 12 keys 0.84 to 1.1; beside the matrix route 12 and 20 rows 1.0
-// (40) to 1.3, 24 rows 0.84 to 1.1. Unmeasured on Zen 5, where VDPBF16PS is as much faster than multiply-adds.
+// Whether steps go by pairs (decode_pairs.hpp). On Zen 4, heads of 32 to 256, one thread, speed beside multiply-adds: 16 to 512
+// keys in cache 1 row 1.0 to 1.25, 2 rows 1.1 to 1.4, 4 rows 1.15 to 1.6, 8 rows 1.2 to 1.84, 16 rows 0.91 to 1.8; 8 keys 0.93
+// to 1.15 up to 8 rows, 12 and 16 rows of heads of 32 and 64 0.7 to 0.95. Beside the matrix route, 32 to 4096 keys: 17 rows
+// 1.36 to 1.72, 24 rows 1.19 to 1.28, 28 rows 1.02 to 1.08, 32 rows 0.91 to 0.98. From memory 3 rows and more 1.0 to 1.8, but 1
+// and 2 rows 0.8 to 1.0, from L3 1.05 to 1.2: lines asked for come too late then (docs/experiments.md). Heads that are not a
+// multiple of 32, of which some is multiplied with zeros (40 to 112): 1 to 8 rows and 24 keys and more 1.0 to 1.6, 16 keys 0.94
+// to 1.17, 8 and 12 keys 0.84 to 1.1; beside the matrix route 12 and 20 rows 1.0 (40) to 1.3, 24 rows 0.84 to 1.1. Unmeasured
+// on Zen 5, where VDPBF16PS is as much faster than multiply-adds.
 bool steps_by_pairs(const problem& p) {
   constexpr int64_t few_keys = 16;
   const bool whole = has_whole_steps(p);
@@ -143,8 +144,8 @@ bool steps_by_pairs(const problem& p) {
   return p.group() * p.q_len <= (p.kv_len < few_keys ? most_rows_of_few_keys : most_rows);
 }
 
-// So one and two rows do so up to half of L3 as it was there, 32 MB. The kernel asks how many keys an entry has in use: bits may depend
-// neither on the batch nor, from 16 keys on, on how far its entries are padded.
+// So one and two rows do so up to half of L3 as it was there, 32 MB. The kernel asks how many keys an entry has in use: bits
+// may depend neither on the batch nor, from 16 keys on, on how far its entries are padded.
 int64_t most_keys_on_unit(const problem& p, const dtype_kernels& kernels) {
   constexpr int64_t most_bytes = 16 << 20;
   if (kernels.unit_steps != steps_of_pairs || p.group() * p.q_len > 2) return std::numeric_limits<int64_t>::max();
