@@ -1,4 +1,4 @@
-"""Times manyhead.attention beside PyTorch's own on problems drawn at random, and prints the worst ratios.
+"""Times manyhead.attention beside PyTorch's own on problems drawn at random, or the layer, and prints the worst ratios.
 
 Layouts, masks, groups and sizes that no table names, as a program that swaps one call for the other would have them:
 tensors in, a tensor out. Both run in this process on PyTorch's threads, in turns of 20 ms, the fastest of three counts.
@@ -53,6 +53,7 @@ LENGTHS = (
 )
 KV_LENGTHS = (8, 16, 50, 77, 128, 256, 300, 512, 1000, 1500, 2048, 4096)
 DIMS = (16, 32, 40, 48, 64, 64, 64, 72, 80, 96, 112, 128, 128, 128, 160, 192, 256)
+WIDTHS = (64, 128, 192, 256, 384, 512, 768, 1024, 1280)
 MOST_FLOPS, MOST_BYTES = 2e9, 2e8  # of a call; for each thread
 
 
@@ -119,6 +120,54 @@ def contestants(p: Drawn, dtype: torch.dtype) -> tuple[Callable[[], Any], Callab
     )
 
 
+class DrawnLayer(NamedTuple):
+    batch: int
+    q_len: int
+    kv_len: int
+    width: int
+    heads: int
+    causal: bool
+    weights: bool
+
+    @property
+    def line(self) -> str:
+        flags = ["causal" if self.causal else "", "weights" if self.weights else ""]
+        sizes = f"b{self.batch} q{self.q_len} kv{self.kv_len} width {self.width} h{self.heads}"
+        return " ".join([sizes, *filter(None, flags)])
+
+
+def draw_layer(rng: random.Random, threads: int) -> DrawnLayer:
+    while True:
+        q_len = rng.choice(LENGTHS)
+        kv_len = rng.choice((q_len, q_len, rng.choice(KV_LENGTHS)))
+        p = DrawnLayer(
+            batch=rng.choice((1, 1, 2, 4, 8)),
+            q_len=q_len,
+            kv_len=kv_len,
+            width=rng.choice(WIDTHS),
+            heads=rng.choice((1, 2, 4, 6, 8, 12, 16)),
+            causal=1 < q_len == kv_len and rng.random() < 0.3,
+            weights=rng.random() < 0.25,
+        )
+        projections = 4 * p.batch * (q_len + kv_len) * p.width**2
+        products = 4 * p.batch * q_len * kv_len * p.width
+        if p.width % p.heads == 0 and p.width >= 16 * p.heads and projections + products <= 2 * MOST_FLOPS * threads:
+            return p
+
+
+def contesting_layers(p: DrawnLayer, dtype: torch.dtype) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    theirs = torch.nn.MultiheadAttention(p.width, p.heads, batch_first=True, dtype=dtype).eval()
+    ours = manyhead.MultiHeadAttention.from_state_dict(theirs.state_dict(), num_heads=p.heads)
+    x = torch.randn(p.batch, p.q_len, p.width).to(dtype)
+    y = x if p.q_len == p.kv_len else torch.randn(p.batch, p.kv_len, p.width).to(dtype)
+    mask = torch.ones(p.q_len, p.kv_len, dtype=torch.bool).triu(1) if p.causal else None
+    options = {"need_weights": p.weights, "attn_mask": mask}
+    return (
+        lambda: ours.forward_torch(x, y, y, batch_first=True, **options)[0],
+        lambda: theirs(x, y, y, **options)[0],
+    )
+
+
 def turn(call: Callable[[], Any], seconds: float = 0.02) -> float:
     """Seconds of a call, of as many as fill the turn."""
     start = time.perf_counter()
@@ -133,6 +182,7 @@ def turn(call: Callable[[], Any], seconds: float = 0.02) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="f32", choices=TYPES)
+    parser.add_argument("--layers", action="store_true", help="torch.nn.MultiheadAttention instead")
     parser.add_argument("--masks", default="none,none,none,bool,bias", help="kinds to draw from, separated by commas")
     parser.add_argument("--number", type=int, default=200, help="problems (default 200)")
     parser.add_argument("--seed", type=int, default=1, help="of the problems (default 1)")
@@ -149,8 +199,12 @@ def main() -> int:
     rows = []
     with torch.inference_mode():
         for _ in range(args.number):
-            problem = draw(rng, masks, args.threads)
-            ours, theirs = contestants(problem, TYPES[args.dtype])
+            if args.layers:
+                problem = draw_layer(rng, args.threads)
+                ours, theirs = contesting_layers(problem, TYPES[args.dtype])
+            else:
+                problem = draw(rng, masks, args.threads)
+                ours, theirs = contestants(problem, TYPES[args.dtype])
             apart = (ours().float() - theirs().float()).abs().max().item()
             if not apart <= TOLERANCE[args.dtype]:
                 print(f"{args.dtype} {problem.line}: differs from PyTorch by {apart}", file=sys.stderr)
