@@ -163,8 +163,7 @@ bool steps_on_unit(const problem& p, const dtype_kernels& kernels) {
   if (kernels.unit_steps == steps_of_pairs) return steps_by_pairs(p);
   const int64_t rows = p.group() * p.q_len;
   const bool large = p.head_dim + p.v_dim > 256;
-  return kernels.unit_steps == steps_of_tiles && rows >= (large ? 6 : 3) && rows <= (large ? 16 : 24) &&
-         p.kv_len >= kernels.matrix_keys;
+  return rows >= (large ? 6 : 3) && rows <= (large ? 16 : 24) && p.kv_len >= kernels.matrix_keys;
 }
 
 // Keys of a tile of the decode route, by rows. Scores, softmax and values of one or two rows of 64 keys are so short that each

@@ -28,10 +28,10 @@ struct decode_task : step_weights<D> {
   using base::base;
   using base::c, base::copy_rows, base::direct, base::factors, base::has_pairs, base::has_tiles, base::has_unit,
       base::heads, base::in_place, base::is_usual, base::k_dim, base::keys_at_once, base::kv_head, base::many_registers,
-      base::measure_rows, base::most_rows, base::most_rows_of_pairs, base::on_unit, base::out, base::padded_rows,
-      base::place_of, base::place_of_pair, base::places, base::q_row, base::q_rows, base::row_max, base::row_sums,
-      base::row_totals, base::rows, base::scores, base::started, base::task, base::unit, base::v_back, base::v_dim,
-      base::v_pairs, base::w, base::widens, base::width, base::zeros;
+      base::most_rows, base::most_rows_of_pairs, base::on_unit, base::out, base::padded_rows, base::place_of,
+      base::place_of_pair, base::places, base::q_row, base::q_rows, base::row_max, base::row_sums, base::row_totals,
+      base::rows, base::scores, base::started, base::task, base::unit, base::v_back, base::v_dim, base::v_pairs,
+      base::w, base::widens, base::width, base::zeros;
   using typename base::T;
 
   // Of K that are worked on for a head before the next head, where heads take turns; of V keys_at_once.
@@ -69,7 +69,6 @@ struct decode_task : step_weights<D> {
                               : rows + (rows % most_rows_of_pairs == most_rows_of_pairs - 1 ? 1 : 0);
     carver from{static_cast<char*>(task.scratch)};
     carve(from, heads, padded_rows);
-    if (has_pairs && !on_unit && c.unit_steps) measure_rows(false);
     q_row = q_rows;
     if (!on_unit) return copy_rows();
     if constexpr (has_tiles) {
@@ -470,7 +469,6 @@ struct decode_task : step_weights<D> {
     if (on_unit) {
       on_unit = false;
       padded_rows = rows;
-      measure_rows(false);
       copy_rows();
       lap(task.clock, phase_pack);
     }

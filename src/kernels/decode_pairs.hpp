@@ -10,8 +10,8 @@
 // lanes up takes 6 instructions for each of 8 rows, 11 of 4, 45 of one. With lanes over dims alone, as multiply-adds have it, 8
 // and 16 rows took 1.2 times as long.
 //
-// decode_scores.hpp and decode_values.hpp have the loops, where E = in_pairs takes this way. Weights are rounded, and what the unit cannot do is left to
-// multiply-adds, head by head, as with a unit of tiles (decode_unit.hpp). BFDOT of AArch64 could do the same.
+// decode_scores.hpp and decode_values.hpp have the loops, where E = in_pairs takes this way. Weights are rounded, and what the unit
+// cannot do is left to multiply-adds, head by head, as with a unit of tiles (decode_unit.hpp). BFDOT of AArch64 could do the same.
 #pragma once
 
 #include "matrix_unit.hpp"

@@ -137,18 +137,15 @@ struct step_rows {
   static constexpr int most_rows_of_pairs = min_of(8, static_cast<int>(w));
   MH_INLINE void copy_pairs() {
     auto* to = reinterpret_cast<uint32_t*>(q);
-    alignas(64) uint16_t kept[2 * w];
-    for (int64_t i = 0; i < 2 * w; ++i) kept[i] = i < k_back ? 0 : 0xffff;
-    const word_vec kept_of_last = load_words(kept);
     for (int64_t h = 0; h < heads; ++h) {
       pair_magnitudes seen;
       row_walk<const typename D::storage> row = rows_of_q<D>(c, task.batch, kv_head + h, task.row_begin);
-      copy_blocks<most_rows_of_pairs>(row, 0, to, kept_of_last, seen);
+      copy_blocks<most_rows_of_pairs>(row, 0, to, seen);
       is_usual[h] = seen.all_usual();
     }
   }
   template <int R>
-  MH_INLINE void copy_blocks(row_walk<const typename D::storage>& row, int64_t r, uint32_t*& to, word_vec kept_of_last,
+  MH_INLINE void copy_blocks(row_walk<const typename D::storage>& row, int64_t r, uint32_t*& to,
                              pair_magnitudes& seen) {
     constexpr int64_t piece = w / R;
     for (; r + R <= padded_rows; r += R, to += R * k_dim / 2) {
@@ -157,20 +154,21 @@ struct step_rows {
         for (int64_t d = 0; d < k_dim; d += 2 * w) {
           alignas(64) uint32_t pairs[w];
           const int64_t at_dim = place_of_pair(d, k_dim, k_back);
-          word_vec x = words_of_row(r + n < rows ? row.at : nullptr, c.q_strides[3], at_dim);
-          if (at_dim != d) x = x & kept_of_last;
+          const word_vec x = words_of_row(r + n < rows ? row.at : nullptr, c.q_strides[3], at_dim);
           seen.take(x);
           x.store_aligned(pairs);
+          if (at_dim != d) memset(pairs, 0, static_cast<size_t>(k_back) * sizeof(uint16_t));
 #pragma GCC unroll 8
           for (int i = 0; i < R; ++i, at_row += w) memcpy(at_row, pairs + i * piece, piece * sizeof(*pairs));
         }
       }
     }
-    if constexpr (R > 1) copy_blocks<R / 2>(row, r, to, kept_of_last, seen);
+    if constexpr (R > 1) copy_blocks<R / 2>(row, r, to, seen);
   }
 
-  // Rows of Q for multiply-adds.
+  // Rows of Q for multiply-adds. Where the call may go by pairs, sizes were of these.
   MH_INLINE void copy_rows() {
+    if (has_pairs && c.unit_steps) measure_rows(false);
     for (int64_t l = 0; l < w && k_back > 0; ++l) k_kept[l] = l < k_back ? bits<T>(0) : ~bits<T>(0);
     const bool in_place = reads_q_in_place();
     q_back = in_place ? k_back : 0;
