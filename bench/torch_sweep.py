@@ -75,10 +75,15 @@ class Drawn(NamedTuple):
         return " ".join([f"b{self.batch} {heads} q{self.q_len} kv{self.kv_len} d{self.dim}", *filter(None, flags)])
 
 
+def draw_lengths(rng: random.Random) -> tuple[int, int]:
+    """Of queries and of keys, in two of three cases the same."""
+    q_len = rng.choice(LENGTHS)
+    return q_len, rng.choice((q_len, q_len, rng.choice(KV_LENGTHS)))
+
+
 def draw(rng: random.Random, masks: tuple[str, ...], threads: int) -> Drawn:
     while True:
-        q_len = rng.choice(LENGTHS)
-        kv_len = rng.choice((q_len, q_len, rng.choice(KV_LENGTHS)))
+        q_len, kv_len = draw_lengths(rng)
         causal = q_len == kv_len and rng.random() < 0.3 and "" in masks
         p = Drawn(
             batch=rng.choice((1, 1, 1, 2, 4, 8, 16)),
@@ -138,8 +143,7 @@ class DrawnLayer(NamedTuple):
 
 def draw_layer(rng: random.Random, threads: int) -> DrawnLayer:
     while True:
-        q_len = rng.choice(LENGTHS)
-        kv_len = rng.choice((q_len, q_len, rng.choice(KV_LENGTHS)))
+        q_len, kv_len = draw_lengths(rng)
         p = DrawnLayer(
             batch=rng.choice((1, 1, 2, 4, 8)),
             q_len=q_len,
@@ -183,13 +187,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="f32", choices=TYPES)
     parser.add_argument("--layers", action="store_true", help="torch.nn.MultiheadAttention instead")
-    parser.add_argument("--masks", default="none,none,none,bool,bias", help="kinds to draw from, separated by commas")
+    parser.add_argument("--masks", help="kinds to draw from, separated by commas (default none,none,none,bool,bias)")
     parser.add_argument("--number", type=int, default=200, help="problems (default 200)")
     parser.add_argument("--seed", type=int, default=1, help="of the problems (default 1)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: all CPUs")
     parser.add_argument("--list", type=int, default=15, help="how many of the worst to print (default 15)")
     args = parser.parse_args()
-    masks = tuple("" if word == "none" else word for word in args.masks.split(","))
+    if args.layers and args.masks is not None:
+        parser.error("--layers draws masks of its own: leave out --masks")
+    words = (args.masks or "none,none,none,bool,bias").split(",")
+    masks = tuple("" if word == "none" else word for word in words)
     if not set(masks) <= {"", "bool", "bias"} or args.number < 1 or args.threads < 1:
         parser.error("--masks: none, bool or bias; --number and --threads: at least 1")
     torch.set_num_threads(args.threads)

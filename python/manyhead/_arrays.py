@@ -202,7 +202,7 @@ def mask(x: Any, name: str) -> np.ndarray:
 
 def any_mask(x: Any, name: str) -> np.ndarray:
     """A boolean input, or floats to add."""
-    array = np.asarray(x) if isinstance(x, (list, tuple)) else view(x, name)
+    array = _listed(x, name)
     if array.dtype in _BOOLS:
         return array
     if array.dtype.kind in "iuO":
