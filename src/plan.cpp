@@ -40,6 +40,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <optional>
 
 #include "blocks.hpp"
@@ -59,6 +60,9 @@ constexpr int64_t matrix_rows = 32;                // of a panel
 constexpr int64_t most_panels = 16, most_matrix_panels = 32;  // of a task; kernels have room for so many
 constexpr int64_t split_rows = 128;  // at most this many rows per kv head and batch entry: split long keys
 constexpr int64_t split_keys = 512;  // of a chunk, up to whole tiles
+
+constexpr uint32_t of_kept_scores = MH_OUTPUT_WEIGHTS | MH_OUTPUT_MEAN_WEIGHTS | MH_OUTPUT_COLUMN_SUMS;
+bool has_second_pass(const problem& p) { return (p.outputs & (of_kept_scores | MH_OUTPUT_SCORES)) != 0; }
 
 int64_t dtype_bytes(int32_t dtype) { return dtype == MH_DTYPE_F64 ? 8 : dtype == MH_DTYPE_F32 ? 4 : 2; }
 
@@ -348,7 +352,7 @@ int64_t last_rows_of(const plan& plan, int64_t lanes, cpu_core core) {
   const bool matrix = plan.kernel == route_matrix;
   const int64_t grain = matrix ? matrix_rows : lanes, rows = p.group() * p.q_len;
   // Not by strides, on which no bit of a result depends.
-  if (plan.kernel == route_decode || plan.second_pass || shorter_than(p, lanes) || rows < grain || lanes <= 4) return 0;
+  if (plan.kernel == route_decode || shorter_than(p, lanes) || rows < grain || lanes <= 4) return 0;
   const int64_t last = rows % grain;
   if (last_by_pairs(plan)) return last <= (has_whole_steps(plan.p) ? 24 : 17) ? last : 0;
   const bool measured = core == cpu_core::zen4 || plan.table->lanes == 8;
@@ -410,6 +414,20 @@ double share_skipped(const problem& p, int64_t panel_rows, int64_t block_kv) {
   return 1.0 - used / (static_cast<double>(tiles) * static_cast<double>(panels));
 }
 
+// An odd number of lines, of 64 bytes.
+int64_t kept_pitch(const problem& p) {
+  const int64_t line = 64 / (p.is_f64() ? 8 : 4);
+  return (blocks(p.kv_len, line) | 1) * line;
+}
+
+// Scores of all rows are kept where they are few, which spreads a few rows' weights over threads; and where keys are split, as no
+// task has all scores of a row.
+keeping how_to_keep(const problem& p, int64_t chunks, int64_t l2_bytes) {
+  if ((p.outputs & of_kept_scores) == 0) return keeping::nothing;
+  const int64_t rows = p.batch * p.heads * p.q_len, most_rows = 4 * l2_bytes / (kept_pitch(p) * (p.is_f64() ? 8 : 4));
+  return rows <= most_rows || chunks > 1 ? keeping::of_all : keeping::of_task;
+}
+
 // p: the plan's problem, or as joined.
 kernel_call make_call(const plan& plan, const problem& p) {
   kernel_call c{};
@@ -448,8 +466,8 @@ kernel_call make_call(const plan& plan, const problem& p) {
     c.exp_scale = p.scale * log2e;
   }
   c.softcap = p.softcap;
-  // The second pass works with the first one's sums, so both take the same exponential.
-  c.fast_exp = (p.flags & MH_FLAG_FAST_EXP) != 0 && !plan.second_pass;
+  // Weights that are given are exact, and what they make of V is the result.
+  c.fast_exp = (p.flags & MH_FLAG_FAST_EXP) != 0 && !has_second_pass(p);
   c.causal = p.causal;
   c.align = p.align;
   c.q_offset = p.q_offset;
@@ -473,6 +491,7 @@ kernel_call make_call(const plan& plan, const problem& p) {
   c.turns = plan.turns;
   c.unit_steps = plan.unit_steps;
   c.unit_keys = most_keys_on_unit(plan.p, plan.table->dtype[p.dtype]);
+  c.kept_pitch = plan.keeps == keeping::nothing ? 0 : kept_pitch(p);
   c.row_blocks = plan.second_row_blocks;
   return c;
 }
@@ -488,6 +507,15 @@ kernel_call last_call(const plan& plan, const kernel_call& of_panels) {
   return c;
 }
 
+kernel_call scores_call(const plan& plan, const kernel_call& of_panels) {
+  kernel_call c = of_panels;
+  c.block_kv = keys_of_tile[route_tile];
+  c.copy_kv = needs_copy(plan.p, route_tile, plan.lanes());
+  return c;
+}
+
+int64_t scores_block_q(const plan& plan) { return 4 * plan.table->panel_rows[plan.p.is_f64()]; }
+
 plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cpu_core core, int64_t l3_bytes) {
   const default_fp_state fp;
   plan plan{};
@@ -498,16 +526,11 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cp
   const int64_t lanes = plan.lanes();
   const int64_t rows = p.group() * p.q_len;
 
-  plan.second_pass =
-      (p.outputs & (MH_OUTPUT_WEIGHTS | MH_OUTPUT_MEAN_WEIGHTS | MH_OUTPUT_COLUMN_SUMS | MH_OUTPUT_SCORES)) != 0;
-  // The second pass subtracts the first one's maxima from scores that it computes again: both must sum them in the same
-  // order, which only the tile route does.
   const dtype_kernels& kernels = table.dtype[p.dtype];
   const double pairs = attended_pairs(p);
   const bool has_unit = kernels.attention[route_matrix] != nullptr;
-  plan.unit_steps = !plan.second_pass && steps_on_unit(p, kernels);
-  plan.kernel = plan.second_pass                              ? route_tile
-                : plan.unit_steps                             ? route_decode
+  plan.unit_steps = steps_on_unit(p, kernels);
+  plan.kernel = plan.unit_steps                               ? route_decode
                 : has_unit && goes_to_unit(p, kernels, pairs) ? route_matrix
                 : goes_to_decode(p, lanes)                    ? route_decode
                                                               : route_tile;
@@ -518,6 +541,12 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cp
   plan.copy_kv = needs_copy(p, plan.kernel, lanes);
   plan.last_rows = last_rows_of(plan, lanes, core);
   const int64_t whole_rows = rows - plan.last_rows;  // those of panels
+  plan.chunk_keys = round_up(split_keys, plan.block_kv);
+  plan.chunks = rows <= split_rows ? std::max<int64_t>(1, blocks(p.kv_len, plan.chunk_keys)) : 1;
+  if (plan.chunks == 1) plan.chunk_keys = round_up(std::max<int64_t>(p.kv_len, 1), plan.block_kv);
+  plan.keeps = how_to_keep(p, plan.chunks, l2_bytes);
+  const int64_t kept_row_bytes = kept_pitch(p) * real;
+  const bool sums_columns = p.has_output(MH_OUTPUT_COLUMN_SUMS);
 
   const double kv_bytes = static_cast<double>(dtype_bytes(p.dtype)) * static_cast<double>(p.head_dim + p.v_dim) *
                           static_cast<double>(p.batch * p.kv_heads) * static_cast<double>(p.kv_len);
@@ -535,7 +564,8 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cp
   plan.asks_l1 = core != cpu_core::zen4 && !(plan.unit_steps && rows <= 2);
   const bool matrix = plan.kernel == route_matrix;
   plan.panel_rows = matrix ? matrix_rows : table.panel_rows[f64];
-  const std::optional<problem> one = plan.kernel == route_decode ? joined(p) : std::nullopt;
+  const std::optional<problem> one =
+      plan.kernel == route_decode && plan.keeps == keeping::nothing ? joined(p) : std::nullopt;
   const problem& told = one ? *one : p;
   plan.entries = told.batch;
   plan.entry_heads = told.kv_heads;
@@ -559,16 +589,25 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cp
     const int64_t panels = blocks(std::max<int64_t>(whole_rows, 1), plan.panel_rows);
     const int64_t block = blocks(panels, blocks(panels, most)) * plan.panel_rows;
     plan.block_q = std::min(block, round_up(std::max<int64_t>(whole_rows, 1), lanes));
+    // A block's rows are added up in column sums: the same blocks, however the batch makes scores be kept.
+    if (plan.keeps == keeping::of_task || sums_columns) {
+      const int64_t fitting = l2_bytes / 4 / (plan.panel_rows * kept_row_bytes);
+      const int64_t most_kept = std::max<int64_t>(fitting, matrix || plan.copy_kv ? 4 : 1) * plan.panel_rows;
+      plan.block_q = std::min(plan.block_q, most_kept);
+      if (means(p)) plan.block_q = round_up(plan.block_q, std::lcm(plan.panel_rows, p.group()));
+    }
   }
   plan.row_blocks = blocks(whole_rows, plan.block_q);
-  // One task writes a query's mean over all heads, so it needs all of the query's rows.
-  const bool whole_queries = p.has_output(MH_OUTPUT_MEAN_WEIGHTS);
-  plan.second_block_q = whole_queries ? round_up(plan.block_q, p.group()) : plan.block_q;
-  plan.second_row_blocks = blocks(rows, plan.second_block_q);
+  plan.second_block_q = plan.block_q;
+  plan.second_row_blocks = plan.row_blocks;
+  if (plan.keeps == keeping::of_all && !sums_columns) {
+    constexpr int64_t scores_of_task = 16384;
+    const int64_t some =
+        std::clamp<int64_t>(scores_of_task / std::max<int64_t>(p.kv_len, 1), 1, std::max<int64_t>(rows, 1));
+    plan.second_block_q = means(p) ? round_up(some, p.group()) : some;
+    plan.second_row_blocks = blocks(rows, plan.second_block_q);
+  }
 
-  plan.chunk_keys = round_up(split_keys, plan.block_kv);
-  plan.chunks = rows <= split_rows ? std::max<int64_t>(1, blocks(p.kv_len, plan.chunk_keys)) : 1;
-  if (plan.chunks == 1) plan.chunk_keys = round_up(std::max<int64_t>(p.kv_len, 1), plan.block_kv);
   plan.tasks = p.batch * p.kv_heads * plan.row_blocks * plan.chunks;
 
   const double heads = static_cast<double>(p.batch * p.heads);
@@ -581,20 +620,27 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cp
   plan.tiles_skipped = share_skipped(p, std::min(plan.block_q, plan.panel_rows), plan.block_kv);
 
   plan.call = make_call(plan, told);
-  plan.scratch_bytes = kernels.scratch_bytes[plan.kernel](&plan.call, plan.block_q * plan.heads_at_once);
+  plan.scratch_bytes = kernels.scratch_bytes[plan.kernel](plan.call, plan.block_q * plan.heads_at_once);
   if (plan.last_rows > 0) {
     const kernel_call last = last_call(plan, plan.call);
-    plan.scratch_bytes = std::max(plan.scratch_bytes, kernels.scratch_bytes[route_decode](&last, plan.last_rows));
+    plan.scratch_bytes = std::max(plan.scratch_bytes, kernels.scratch_bytes[route_decode](last, plan.last_rows));
+  }
+  const bool writes_scores = p.has_output(MH_OUTPUT_SCORES);
+  if (writes_scores) {
+    const kernel_call scores = scores_call(plan, plan.call);
+    plan.scratch_bytes = std::max(plan.scratch_bytes, kernels.scratch_bytes[route_tile](scores, scores_block_q(plan)));
+  }
+  if (plan.keeps == keeping::of_task) {
+    plan.kept_at = round_up(plan.scratch_bytes, 64);
+    plan.scratch_bytes = plan.kept_at + (plan.block_q + plan.last_rows) * kept_row_bytes;
   }
   constexpr int64_t state_bytes = 2 * sizeof(double);
   const int64_t all_rows = p.batch * p.heads * p.q_len;
   plan.partial_out_bytes = plan.chunks > 1 ? round_up(plan.chunks * all_rows * p.v_dim * real, 64) : 0;
   plan.partial_state_bytes = plan.chunks > 1 ? round_up(plan.chunks * all_rows * state_bytes, 64) : 0;
-  plan.row_state_bytes = plan.second_pass ? round_up(all_rows * state_bytes, 64) : 0;
-  plan.column_bytes = p.has_output(MH_OUTPUT_COLUMN_SUMS)
-                          ? round_up(p.batch * p.heads * plan.second_row_blocks * p.kv_len * real, 64)
-                          : 0;
-  plan.shared_bytes = plan.partial_out_bytes + plan.partial_state_bytes + plan.row_state_bytes + plan.column_bytes;
+  plan.kept_bytes = plan.keeps == keeping::of_all ? all_rows * kept_row_bytes : 0;
+  plan.column_bytes = sums_columns ? round_up(p.batch * p.heads * plan.second_row_blocks * p.kv_len * real, 64) : 0;
+  plan.shared_bytes = plan.partial_out_bytes + plan.partial_state_bytes + plan.kept_bytes + plan.column_bytes;
   plan.alone = cut_for(plan, 1);
   return plan;
 }
@@ -621,7 +667,7 @@ std::string as_json(const plan& plan, const schedule& order, int64_t threads) {
   out.key("row_blocks").value(plan.row_blocks).key("last_rows").value(plan.last_rows).key("chunks").value(plan.chunks);
   out.key("chunk_keys").value(plan.chunk_keys).key("tasks").value(order.tasks());
   out.key("copies_kv").value(plan.copy_kv).key("unit_steps").value(plan.unit_steps);
-  out.key("second_pass").value(plan.second_pass);
+  out.key("second_pass").value(has_second_pass(plan.p));
   out.key("scratch_bytes_per_thread").value(plan.scratch_bytes).key("shared_bytes").value(plan.shared_bytes);
   out.key("flops").value(plan.flops).key("bytes").value(plan.bytes).key("tiles_skipped").value(plan.tiles_skipped);
   out.key("threads").value(threads).key("balance").value(order.balance());
@@ -636,8 +682,8 @@ std::string as_text(const plan& plan, const schedule& order, int64_t threads) {
   add(": ", kernel_name(plan), " (", plan.table->isa, ", ", dtype_name(plan.p.dtype), "), block_q ", plan.block_q,
       ", block_kv ", plan.block_kv, ", row_blocks ", plan.row_blocks, ", last_rows ", plan.last_rows, ", chunks ",
       plan.chunks, " of ", plan.chunk_keys, " keys, tasks ", order.tasks(), ", copies_kv ", yes(plan.copy_kv),
-      ", second_pass ", yes(plan.second_pass), ", workspace ", plan.scratch_bytes, " per thread + ", plan.shared_bytes,
-      ", ", digits(plan.flops, 4), " flops, ", digits(plan.bytes, 4), " bytes, tiles skipped ",
+      ", second_pass ", yes(has_second_pass(plan.p)), ", workspace ", plan.scratch_bytes, " per thread + ",
+      plan.shared_bytes, ", ", digits(plan.flops, 4), " flops, ", digits(plan.bytes, 4), " bytes, tiles skipped ",
       digits(plan.tiles_skipped, 3), ", threads ", threads, ", balance ", digits(order.balance(), 4));
   return text;
 }

@@ -29,37 +29,42 @@ struct task_cut {
   bool last_longest;  // the last rows attend most keys
 };
 
+enum class keeping { nothing, of_all, of_task };
+
 struct plan {
   problem p;
   const kernel_table* table;
   route kernel;
-  int64_t block_q;                            // rows of a task (see kernel_api.hpp), but for last_rows
-  int64_t row_blocks;                         // tasks along the rows
-  int64_t last_rows;                          // of a head: those of its last task that take the decode route
-  int64_t panel_rows;                         // rows that a kernel works on together, the grain of tasks
-  int64_t block_kv;                           // keys of a tile
-  int64_t entries, entry_heads;               // batch entries and kv heads of each, as tasks have them (plan.cpp)
-  int64_t heads_at_once;                      // most kv heads of a task
-  int64_t chunk_keys;                         // keys of a split
-  int64_t chunks;                             // splits; 1 = none
-  bool prefetch;                              // rows of K, V, Q and out are asked for ahead of need
-  bool asks_own;                              // decode does with K for K, with V for V
-  bool asks_l1;                               // and of rows in 16 bits, into L1
-  bool adds_rows;                             // 3 rows more than whole fours are done as four
-  bool unit_steps;                            // decode steps multiply on the matrix unit, of up to call.unit_keys keys
-  bool turns;                                 // the kv heads of a decode step's task take turns, a few keys each
-  bool copy_kv;                               // tiles of K and V are copied (converted, made contiguous) before use
-  bool second_pass;                           // weights, mean weights, scores or column sums are written after out
-  int64_t second_block_q, second_row_blocks;  // its tasks' rows: whole queries where heads are averaged
+  int64_t block_q;               // rows of a task (see kernel_api.hpp), but for last_rows
+  int64_t row_blocks;            // tasks along the rows
+  int64_t last_rows;             // of a head: those of its last task that take the decode route
+  int64_t panel_rows;            // rows that a kernel works on together, the grain of tasks
+  int64_t block_kv;              // keys of a tile
+  int64_t entries, entry_heads;  // batch entries and kv heads of each, as tasks have them (plan.cpp)
+  int64_t heads_at_once;         // most kv heads of a task
+  int64_t chunk_keys;            // keys of a split
+  int64_t chunks;                // splits; 1 = none
+  bool prefetch;                 // rows of K, V, Q and out are asked for ahead of need
+  bool asks_own;                 // decode does with K for K, with V for V
+  bool asks_l1;                  // and of rows in 16 bits, into L1
+  bool adds_rows;                // 3 rows more than whole fours are done as four
+  bool unit_steps;               // decode steps multiply on the matrix unit, of up to call.unit_keys keys
+  bool turns;                    // the kv heads of a decode step's task take turns, a few keys each
+  bool copy_kv;                  // tiles of K and V are copied (converted, made contiguous) before use
+  // For weights, their means and column sums the first pass keeps its scores: of all rows, of which tasks of a second one then
+  // make them, or of a task's rows, of which the task itself does. Means take whole queries and all heads of them.
+  keeping keeps;
+  int64_t second_block_q, second_row_blocks;  // rows of such a task
   int64_t tasks;  // of the first pass, of a row block, kv head and chunk each (schedule.hpp)
   double flops;   // of the attended pairs, 2 (head_dim + v_dim) each; lengths in memory are not known yet: as if full
   double bytes;   // of q, k, v, out, each read or written once
   int64_t share_threads;  // with so many threads and more, each may have a share of the tasks of its own (deal.hpp)
   double tiles_skipped;   // share of (panel of rows, key tile) pairs that positions rule out
-  int64_t scratch_bytes;  // of one thread
-  int64_t shared_bytes;   // of all threads together, the sum of:
+  int64_t scratch_bytes;  // of one thread, where it keeps scores kept_at bytes on
+  int64_t kept_at;
+  int64_t shared_bytes;                            // of all threads together, the sum of:
   int64_t partial_out_bytes, partial_state_bytes;  // split-KV
-  int64_t row_state_bytes;                         // what the second pass needs of the first
+  int64_t kept_bytes;                              // scores of all rows
   int64_t column_bytes;                            // column sums of each row block
 
   double expected_us;  // how long one thread takes at most
@@ -73,6 +78,7 @@ struct plan {
 
 // How long one thread takes, at rates that any core of the last ten years reaches: 40 GFLOP/s, 10 GB/s.
 double expected_us(double flops, double bytes);
+inline bool means(const problem& p) { return p.has_output(MH_OUTPUT_MEAN_WEIGHTS); }
 bool has_even_rows(const problem& p);  // all attend as many keys, lengths in memory apart
 
 extern const char* const route_names[route_count];
@@ -84,6 +90,10 @@ plan make_plan(const problem& p, const kernel_table& table, const machine& m);
 
 // What the decode route is told of last_rows where panels are told this.
 kernel_call last_call(const plan& plan, const kernel_call& of_panels);
+
+// And what the kernel that writes scores is told, of so many rows a task.
+kernel_call scores_call(const plan& plan, const kernel_call& c);
+int64_t scores_block_q(const plan& plan);
 
 // The keys [begin, end) that query i may attend, as far as the problem says without its tensors.
 std::pair<int64_t, int64_t> key_range(const problem& p, int64_t i);

@@ -127,9 +127,16 @@ int64_t step_of(const plan& plan, int64_t tasks, int64_t threads) {
                              std::max<int64_t>(1, static_cast<int64_t>(std::min(most, 1e6))));
 }
 
-int64_t second_pass_tasks(const plan& plan) {
-  if (!plan.second_pass) return 0;
-  return plan.p.batch * plan.second_row_blocks * (plan.p.has_output(MH_OUTPUT_MEAN_WEIGHTS) ? 1 : plan.p.kv_heads);
+// Tasks of rows of a kv head, or of all kv heads of a batch entry: `blocks` of them each.
+int64_t row_tasks(const plan& plan, int64_t row_blocks, bool all_heads) {
+  return plan.p.batch * row_blocks * (all_heads ? 1 : plan.p.kv_heads);
+}
+int64_t weights_tasks(const plan& plan) {
+  return plan.keeps == keeping::of_all ? row_tasks(plan, plan.second_row_blocks, means(plan.p)) : 0;
+}
+int64_t scores_blocks(const plan& plan) { return blocks(plan.p.group() * plan.p.q_len, scores_block_q(plan)); }
+int64_t scores_tasks(const plan& plan) {
+  return plan.p.has_output(MH_OUTPUT_SCORES) ? row_tasks(plan, scores_blocks(plan), false) : 0;
 }
 
 void set_tensors(kernel_call& c, const mh_tensors& t) {
@@ -164,7 +171,6 @@ void merge_chunks(const plan& plan, const kernel_call& c, int64_t threads, const
   m.exp_scale = c.exp_scale;
   m.out = c.out;
   m.lse = c.lse;
-  m.row_states = c.row_states;
   const int64_t outs_strides[5] = {rows * c.v_dim, c.heads * c.q_len * c.v_dim, c.q_len * c.v_dim, c.v_dim, 1};
   std::copy_n(outs_strides, 5, m.outs_strides);
   std::copy_n(c.out_strides, 4, m.out_strides);
@@ -193,7 +199,7 @@ void add_columns(const kernel_call& c, const problem& p, Real* sums, int64_t hea
 
 int32_t thread_count(const plan& plan, int32_t threads) {
   if (plan.is_short()) return 1;
-  const int64_t most = std::max<int64_t>({most_tasks(plan), second_pass_tasks(plan), 1});
+  const int64_t most = std::max<int64_t>({most_tasks(plan), weights_tasks(plan), scores_tasks(plan), 1});
   return static_cast<int32_t>(std::min<int64_t>(wanted_threads(threads), most));
 }
 
@@ -216,15 +222,29 @@ void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec, const
   set_tensors(c, tensors);
   c.partial_out = some(plan.partial_out_bytes);
   c.partial_states = reinterpret_cast<double*>(some(plan.partial_state_bytes));
-  c.row_states = reinterpret_cast<double*>(some(plan.row_state_bytes));
   c.column_partials = some(plan.column_bytes);
+  char* const kept = some(plan.kept_bytes);
   char* const slots = memory.take(0);
   const int64_t slot_bytes = round_up(plan.scratch_bytes, 64);
 
-  const auto rows_of = [&](kernel_task& t, int64_t row_block, int64_t block_q) {
-    t.row_block = row_block;
-    t.row_begin = row_block * block_q;
-    t.row_end = std::min(t.row_begin + block_q, c.rows);
+  // One of row_tasks. All blocks but the last, which may have more or fewer, are of block_q rows.
+  const auto rows_at = [&](const turn& now, int64_t block_q, int64_t row_blocks, bool all_heads) {
+    kernel_task t{};
+    t.scratch = slots + now.worker * slot_bytes;
+    const int64_t i = now.index / row_blocks;
+    t.row_block = now.index % row_blocks;
+    t.row_begin = t.row_block * block_q;
+    t.row_end = t.row_block + 1 < row_blocks ? t.row_begin + block_q : c.rows;
+    t.kv_head_begin = all_heads ? 0 : i % p.kv_heads;
+    t.kv_head_end = all_heads ? p.kv_heads : t.kv_head_begin + 1;
+    t.batch = all_heads ? i : i / p.kv_heads;
+    return t;
+  };
+  // Where scores of a task's heads are, of those kept of all rows.
+  const auto keep_of_all = [&](kernel_task& t) {
+    t.kept_head = c.rows * c.kept_pitch;
+    const int64_t from = (t.batch * p.kv_heads + t.kv_head_begin) * t.kept_head;
+    t.kept = kept + from * (p.is_f64() ? 8 : 4);
   };
 
   // Tasks of a decode step in runs: each waits for the first rows of its keys, unless the one before asked for them.
@@ -232,6 +252,27 @@ void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec, const
   const bool with_last = plan.last_rows > 0;
   kernel_call last;  // of a task's rows, those that take the decode route
   if (with_last) last = last_call(plan, c);
+  const auto attend = [&](kernel_task t) {
+    const bool has_last = with_last && t.row_end == c.rows;
+    if (has_last) t.row_end -= plan.last_rows;
+    kernels.attention[plan.kernel](&c, &t);
+    if (!has_last) return;
+    t.row_begin = t.row_end;
+    t.row_end = c.rows;
+    t.next = nullptr;
+    kernels.attention[route_decode](&last, &t);
+  };
+  // Head after head, as scores of one are kept.
+  const auto attend_and_weigh = [&](kernel_task t) {
+    t.kept = static_cast<char*>(t.scratch) + plan.kept_at;
+    t.kept_first = t.row_begin;
+    t.next = nullptr;
+    for (const int64_t end = t.kv_head_end; t.kv_head_begin < end; ++t.kv_head_begin) {
+      t.kv_head_end = t.kv_head_begin + 1;
+      attend(t);
+      kernels.weights(&c, &t);
+    }
+  };
   for_each(order.tasks(), threads, exec, watched, phase_count,
            [&](const turn& now) {
              kernel_task t = order.at(now.index);
@@ -239,32 +280,27 @@ void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec, const
              const kernel_task following = now.next >= 0 ? order.at(now.next) : kernel_task{};
              t.next = now.next >= 0 ? &following : nullptr;
              t.clock = now.watched->clock_of(t);
-             const bool has_last = with_last && t.row_end == c.rows;
-             if (has_last) t.row_end -= plan.last_rows;
-             kernels.attention[plan.kernel](&c, &t);
-             if (!has_last) return;
-             t.row_begin = t.row_end;
-             t.row_end = c.rows;
-             t.next = nullptr;
-             kernels.attention[route_decode](&last, &t);
+             if (plan.keeps == keeping::of_task) return attend_and_weigh(t);
+             if (plan.keeps == keeping::of_all) keep_of_all(t);
+             attend(t);
            },
            {step_of(plan, order.tasks(), threads), order.in_shares(), plan.kernel == route_decode});
   if (plan.chunks > 1) merge_chunks(plan, c, threads, exec, watched);
 
-  if (!plan.second_pass) return;
-  const bool all_heads = p.has_output(MH_OUTPUT_MEAN_WEIGHTS);
-  for_each(second_pass_tasks(plan), threads, exec, watched, phase_weights, [&](const turn& now) {
-    kernel_task t{};
-    t.scratch = slots + now.worker * slot_bytes;
-    int64_t i = now.index;
-    rows_of(t, i % plan.second_row_blocks, plan.second_block_q);
-    i /= plan.second_row_blocks;
-    t.kv_head_begin = all_heads ? 0 : i % p.kv_heads;
-    t.kv_head_end = all_heads ? p.kv_heads : t.kv_head_begin + 1;
-    t.batch = all_heads ? i : i / p.kv_heads;
-    kernels.weights(&c, &t);
-  });
-
+  if (plan.keeps == keeping::of_all) {
+    for_each(weights_tasks(plan), threads, exec, watched, phase_weights, [&](const turn& now) {
+      kernel_task t = rows_at(now, plan.second_block_q, plan.second_row_blocks, means(p));
+      keep_of_all(t);
+      kernels.weights(&c, &t);
+    });
+  }
+  if (p.has_output(MH_OUTPUT_SCORES)) {
+    const kernel_call scores = scores_call(plan, c);
+    for_each(scores_tasks(plan), threads, exec, watched, phase_weights, [&](const turn& now) {
+      const kernel_task t = rows_at(now, scores_block_q(plan), scores_blocks(plan), false);
+      kernels.scores(&scores, &t);
+    });
+  }
   if (p.has_output(MH_OUTPUT_COLUMN_SUMS)) {
     for_each(p.batch * p.heads, threads, exec, watched, phase_weights, [&](const turn& now) {
       if (p.is_f64()) {

@@ -123,6 +123,14 @@ const char* const busy_lines[] = {
     "f32 b1 h4 q161 kv200 d64 lse",
     "f16 b1 h8/1 q1 kv3000 d128 lse",
     "bf16 b2 h8/2 q3 kv3000 d64 bshd causal align=br lse",
+    // Tiles that no row of a panel sees, between a window and the extra keys.
+    "f32 b1 h8/4 q200 kv700 d32 extra=1 window=5,5 align=tl weights",
+    "bf16 b1 h8/4 q200 kv700 d32 extra=1 window=5,5 align=tl weights",
+    // More scores than are kept of all rows.
+    "f32 b1 h10/2 q220 kv500 d16 causal align=br lse meanw",
+    "f32 b1 h75/25 q100 kv128 d8 meanw",
+    "f32 b1 h10/2 q220 kv500 d16 causal align=br weights meanw colsums",
+    "bf16 b1 h8 q301 kv500 d64 weights",
 };
 
 // --- lines of text ---------------------------------------------------------------------------------------------------
@@ -212,7 +220,8 @@ TEST_CASE("a plan covers its problem") {
         CHECK((a.chunks * a.chunk_keys >= p.kv_len && (a.chunks - 1) * a.chunk_keys < std::max<int64_t>(p.kv_len, 1)));
         CHECK(a.tasks == p.batch * p.kv_heads * a.row_blocks * a.chunks);
         CHECK((a.tiles_skipped >= 0 && a.tiles_skipped <= 1));
-        CHECK(a.second_pass == ((p.outputs & ~MH_OUTPUT_LSE) != 0));
+        constexpr uint32_t of_weights = MH_OUTPUT_WEIGHTS | MH_OUTPUT_MEAN_WEIGHTS | MH_OUTPUT_COLUMN_SUMS;
+        CHECK((a.keeps != keeping::nothing) == ((p.outputs & of_weights) != 0));
       }
     }
   }
@@ -471,9 +480,9 @@ TEST_CASE("the last rows of a head take the decode route where they would fill l
     CHECK(last_rows(table, f32(4 * lanes - 1, " d64")) == 0);
     // Of groups the rows count, not the queries.
     CHECK(last_rows(table, "f32 b2 h12/4 q" + std::to_string(lanes + 1) + " kv60 d64") == 3 * one);
-    // The second pass must sum scores as the first one did; rows shorter than a vector would be copied once more.
-    CHECK(last_rows(table, f32(3 * lanes + 1, " d64 weights")) == 0);
+    CHECK(last_rows(table, f32(3 * lanes + 1, " d64 weights")) == one);
     CHECK(last_rows(table, f32(3 * lanes + 1, " d64 lse")) == one);
+    // Rows shorter than a vector would be copied once more.
     CHECK(last_rows(table, f32(3 * lanes + 1, " d3")) == 0);
     if (lanes == 16) {
       for (const int64_t few : {1, 5, 6, 7, 9, 10, 15}) {
@@ -1026,7 +1035,7 @@ TEST_CASE("a request has the same bits alone and in a batch") {
           "colsums scores=biased",
           "bf16 b5 h4/2 q50 kv700 d64 lens data=masked lse", "bf16 b5 h8/2 q2 kv700 d64 lens align=br causal lse",
           "f64 b5 h4/2 q50 kv200 d24 lens keymask lse colsums", "f32 b5 h1 q3 kv300 d40 mask bias lse",
-          "f32 b5 h4/2 q1 kv1500 d64 causal align=br lse"}) {
+          "f32 b5 h4/2 q1 kv1500 d64 causal align=br lse", "f32 b6 h4/2 q145 kv350 d16 lens meanw colsums"}) {
       test_case all(parse_problem(text)), alone(parse_problem(text));
       INFO(std::string(text));
       INFO(std::string(table->isa));

@@ -84,7 +84,9 @@ struct tile_task {
     const bool uneven = NV > 1 && stairs_of<T, NV>(x, t, steps);
     const by_rows<T> k = tile.k.from(t.begin - tile.begin);
     ask_for(c.bias, c.bias_strides, bias_bytes(c), x, t.begin, t.end);
-    if (scores_of<T, NV>(c, at, x, t, k, scratch, &ahead, uneven ? &steps : nullptr) == visibility::none) return;
+    const visibility see = scores_of<T, NV>(c, at, x, t, k, scratch, &ahead, uneven ? &steps : nullptr);
+    if (keeps_scores(c)) keep_panel<T>(c, task, t, see, scratch.scores, x.width());
+    if (see == visibility::none) return;
     const softmax_rows<T, NV> rows{x.row_max, x.row_sum, x.out, c.v_dim};
     const T exp_scale = static_cast<T>(c.exp_scale);
     rows.raise(scratch.tile_max, exp_scale, x.started);

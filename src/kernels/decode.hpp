@@ -189,6 +189,16 @@ struct decode_task : step_weights<D> {
     if (see == visibility::some) visibility_pass_rows<T>(words_of(h), round_up<w>(rows), rows, padded, width, s);
   }
 
+  // What change_scores left of head h, and of all heads.
+  MH_INLINE void keep_head(int64_t h, const key_tile& tile, const T* s) const {
+    if (!keeps_scores(c)) return;
+    keep_rows<T>(c, task, {task.batch, kv_head + h, task.row_begin, rows, tile.begin, tile.end}, s, width);
+  }
+  MH_INLINE void keep_heads(const key_tile& tile) const {
+    if (!keeps_scores(c)) return;
+    for (int64_t h = 0; h < heads; ++h) keep_head(h, tile, scores + h * padded_rows * width);
+  }
+
   __attribute__((noinline)) void change_scores_of(int64_t head, const key_tile& tile, T* s, int64_t padded) {
     if (c.softcap > 0) {
       for (int64_t r = 0; r < rows; ++r) softcap_pass<T>(c, s + r * width, padded);
@@ -280,7 +290,7 @@ struct decode_task : step_weights<D> {
         all = all && see[h] == visibility::all;
       }
       if (!t.all_visible) lap(clock, phase_mask);
-      if (!any) return;
+      if (!any) return keep_heads(t);
       const int64_t keys = t.keys(), padded = round_up<paired<E> ? 2 * w : w>(keys);
       const int64_t of_k = take_turns() ? turn_keys : keys, of_v = take_turns() ? keys_at_once : keys;
       for (int64_t first = 0; first < keys; first += of_k) {
@@ -295,6 +305,7 @@ struct decode_task : step_weights<D> {
         }
         lap(clock, phase_mask);
       }
+      keep_heads(t);
       if (keys < padded) this->close_slots(heads * padded_rows, keys, padded);
       if constexpr (paired<E>) {
         this->template weigh_for_unit<most_rows>(0, heads * padded_rows, scores, padded,
@@ -330,7 +341,10 @@ struct decode_task : step_weights<D> {
       for (int64_t h = 0; h < heads; ++h) {
         const visibility see = see_head(h, t);
         if (!t.all_visible) lap(clock, phase_mask);
-        if (see == visibility::none) continue;
+        if (see == visibility::none) {
+          keep_head(h, t, scores + h * padded_rows * width);
+          continue;
+        }
         const rows_at<D> k = in_place(c.k, c.k_strides, task.batch, kv_head + h, t.begin);
         const rows_at<D> v = in_place(c.v, c.v_strides, task.batch, kv_head + h, t.begin);
         asking(way_of_asking(), [&](auto way) MH_INLINE_LAMBDA {
@@ -345,6 +359,7 @@ struct decode_task : step_weights<D> {
             change_scores(h, t, see, scores);
             lap(clock, phase_mask);
           }
+          keep_head(h, t, scores);
           if (keys < width) this->close_slots(padded_rows, keys, width);
           this->template weigh_for_unit<most_rows>(h * padded_rows, padded_rows, scores, width, unit.weights, w);
           lap(clock, phase_softmax);

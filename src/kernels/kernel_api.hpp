@@ -56,13 +56,9 @@ struct alignas(64) kernel_call {  // copied for each call, by whole lines
   void* lse;  // real or NULL, in lse_base
   int64_t lse_strides[3];
 
-  // What is kept of a row's softmax, as {top, total}: total = sum of exp2((s - top) * exp_scale) over its keys and its
-  // sink, 0 for none. Not their logarithm: where scores are large its few bits after the point would be lost.
-  // [batch][heads][q_len][2].
-  double* row_states;  // NULL, or written by the first pass and read by the second
-
-  // Partial results of split-KV: real [chunks][batch][heads][q_len][v_dim], and states
-  // [chunks][batch][heads][q_len][2].
+  // Partial results of split-KV: real [chunks][batch][heads][q_len][v_dim]; and what is left of rows' softmax, as {top, total}:
+  // total = sum of exp2((s - top) * exp_scale) over a row's keys and its sink, 0 for none. Not their logarithm: where scores are
+  // large its few bits after the point would be lost. [chunks][batch][heads][q_len][2].
   void* partial_out;
   double* partial_states;
   int64_t batch;
@@ -79,7 +75,11 @@ struct alignas(64) kernel_call {  // copied for each call, by whole lines
   int64_t unit_keys;   // of a batch entry, at most, for it to do so
   int32_t copy_kv;     // 1: copy each K and V tile to scratch first (plan.cpp: needs_copy)
 
-  // Outputs of the second pass (weights_task).
+  // Of a row of kept scores, in elements (kept.hpp); 0 = none are kept. Not a multiple of a page's quarters: rows would crowd
+  // few sets of L1.
+  int64_t kept_pitch;
+
+  // Outputs of the second pass: weights.hpp, from kept scores, and scores_output.hpp.
   void* weights;       // real or NULL
   void* mean_weights;  // real or NULL
   void* scores;        // real or NULL
@@ -100,7 +100,7 @@ enum phase : int32_t {
   phase_values,   // P V
   phase_store,    // divided, transposed, written to out
   phase_merge,    // partial results joined
-  phase_weights,  // the second pass: weights, scores, column sums
+  phase_weights,  // what comes after: weights, scores, column sums
   phase_project,  // the layer's projections
   phase_count
 };
@@ -115,12 +115,14 @@ struct phase_clock {
 // One unit of work; tasks of one call write disjoint memory.
 struct kernel_task {
   int64_t batch;
-  // One kv head; of the decode route several, and all of them where the second pass averages over heads.
+  // One kv head; of the decode route several, and all of them where heads are averaged.
   int64_t kv_head_begin, kv_head_end;
   int64_t row_begin, row_end;
-  int64_t chunk;      // index of the KV chunk
-  int64_t row_block;  // index of [row_begin, row_end) among the blocks
-  void* scratch;      // scratch_bytes(call), 64-byte aligned
+  int64_t chunk;                  // index of the KV chunk
+  int64_t row_block;              // index of [row_begin, row_end) among the blocks
+  void* scratch;                  // scratch_bytes(call), 64-byte aligned
+  void* kept;                     // scores of row kept_first of the first kv head, where they are kept
+  int64_t kept_first, kept_head;  // kept_head: elements from a kv head's to the next one's
   // NULL, or what this thread does next: its first rows may be asked for. Of it only batch, kv heads, rows and chunk are
   // set.
   const kernel_task* next;
@@ -137,8 +139,7 @@ struct merge_args {
   int64_t rows;                  // of partial_states
   double exp_scale;              // of partial_states
   void* out;
-  void* lse;           // may be NULL
-  double* row_states;  // [rows][2] or NULL, with partial_states
+  void* lse;  // may be NULL
   int64_t outs_strides[5], lses_strides[4], out_strides[4], lse_strides[3];
   int32_t lses_base;  // mh_lse_base
   int32_t lse_base;
@@ -211,10 +212,11 @@ inline constexpr int64_t rows_on_unit(int32_t how, int64_t rows) {
 
 struct dtype_kernels {
   task_fn attention[route_count];  // route_matrix: NULL where there is no matrix unit for the type
-  task_fn weights;                 // second pass: weights, scores, column sums from row_states
+  task_fn weights;                 // second pass: weights, their means and column sums from kept scores
+  task_fn scores;                  // of one kv head, with scratch of the tile route
   merge_fn merge;                  // states and result of this dtype
   merge_fn merge_real;             // states in real, result of this dtype: joins split-KV partials
-  int64_t (*scratch_bytes[route_count])(const kernel_call*, int64_t block_q);  // of a route's tasks and second pass
+  int64_t (*scratch_bytes[route_count])(const kernel_call&, int64_t block_q);  // of a route's tasks
   arithmetic_fn arithmetic;
   int64_t flops_of_turn;  // of `arithmetic`
   // With fewer rows (group * q_len) or keys the matrix route, where it exists, is slower; of f32 see plan.cpp too.

@@ -11,15 +11,11 @@
 #include "linear_unit.hpp"
 #include "merge.hpp"
 #include "probe.hpp"
+#include "scores_output.hpp"
 #include "weights.hpp"
 
 namespace manyhead::MH_ISA {
 namespace {
-
-template <class D, class Task>
-int64_t scratch_bytes(const kernel_call* c, int64_t block_q) {
-  return max_of(weights_task<D>::scratch_bytes(*c), Task::scratch_bytes(*c, block_q));
-}
 
 #if MH_MATRIX
 // Whether the matrix unit does attention of the type. Alone, a unit of f16 stands on one of bf16, which has the others.
@@ -42,10 +38,11 @@ constexpr dtype_kernels kernels_of() {
   dtype_kernels k{};
 #if !MH_UNIT_ALONE
   k = {{attention_tile<D>, attention_decode<D>, nullptr},
-       attention_weights<D>,
+       attention_weights<Real>,
+       attention_scores<D>,
        merge_rows<D, D>,
        merge_rows<Real, D>,
-       {scratch_bytes<D, tile_task<D>>, scratch_bytes<D, decode_task<D>>, nullptr},
+       {tile_task<D>::scratch_bytes, decode_task<D>::scratch_bytes, nullptr},
        multiply_adds<typename D::real>,
        flops_of_turn<typename D::real>,
        0,
@@ -58,7 +55,7 @@ constexpr dtype_kernels kernels_of() {
 #if MH_MATRIX
   if constexpr (takes_unit<D>()) {
     k.attention[route_matrix] = attention_matrix<D>;
-    k.scratch_bytes[route_matrix] = scratch_bytes<D, matrix_task<D>>;
+    k.scratch_bytes[route_matrix] = matrix_task<D>::scratch_bytes;
     if constexpr (sizeof(typename D::storage) == 2) {  // of f32 it does several for one, besides those of vectors
       k.arithmetic = unit_multiply_adds<typename unit_number<D>::values::format>;
       k.flops_of_turn = unit_flops_of_turn;
@@ -67,7 +64,7 @@ constexpr dtype_kernels kernels_of() {
     k.matrix_keys = unit_least<unit_number<D>::values::parts>.keys;
     if constexpr (unit_takes_tiles<D> || unit_takes_pairs<D>) {
       k.attention[route_decode] = attention_decode<D>;
-      k.scratch_bytes[route_decode] = scratch_bytes<D, decode_task<D>>;
+      k.scratch_bytes[route_decode] = decode_task<D>::scratch_bytes;
       k.unit_steps = unit_takes_tiles<D> ? steps_of_tiles : steps_of_pairs;
     }
     k.linear_unit = linear_unit<D>;

@@ -322,6 +322,7 @@ struct matrix_task {
     T* const s = j.scores + first * width;
     change_scores<T, NV, false>(c, row_changes, t, j.see, scratch.words + first / word_keys * width, s,
                                 scratch.tile_max, c.q_scale);
+    if (keeps_scores(c)) keep_panel<T>(c, task, t, j.see, s, width);
     for (int64_t i = t.keys() * width; i < unit_rows * width; i += w) vec<T>(-infinity<T>).store_aligned(s + i);
     // If not this, only maxima.
     lap(task.clock, has_score_passes(c) || j.see == visibility::some ? phase_mask : phase_softmax);
@@ -373,7 +374,10 @@ struct matrix_task {
       const tile_at t{task.batch, operands.kv_head, x.row, x.count, begin + first, min_of(e, x.clip().end)};
       if (t.end <= from) return;
       const visibility see = see_panel<T>(c, at, x, t, scratch);
-      if (see == visibility::none) return;
+      if (see == visibility::none) {
+        if (keeps_scores(c)) keep_panel<T>(c, task, t, see, nullptr, width);
+        return;
+      }
       left |= static_cast<uint32_t>(!usual) << i;
       if (!x.packed) {
         left |= static_cast<uint32_t>(!operands.pack_rows(x)) << i;

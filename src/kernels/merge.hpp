@@ -63,10 +63,6 @@ void merge_rows(const merge_args* a, int64_t begin, int64_t end) {
       static_cast<T*>(a->lse)[batch * a->lse_strides[0] + head * a->lse_strides[1] + query * a->lse_strides[2]] =
           static_cast<T>(lse_of(merged, unit, a->lse_base));
     }
-    if (a->row_states != nullptr) {
-      a->row_states[2 * row] = merged.top;
-      a->row_states[2 * row + 1] = merged.total;
-    }
   }
 }
 

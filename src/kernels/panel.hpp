@@ -1,11 +1,10 @@
 // A panel: up to three vectors of neighbouring rows, Q^T packed and scaled, their state, and the ways in and out of it.
-// Shared by the first pass (attention_tile.hpp) and the second (weights.hpp).
 #pragma once
 
+#include "kept.hpp"
 #include "matrix_unit.hpp"
 #include "phases.hpp"
 #include "product.hpp"
-#include "score.hpp"
 #include "softmax.hpp"
 
 namespace manyhead::MH_ISA {
@@ -369,14 +368,11 @@ template <class T>
 MH_INLINE void write_state(const kernel_call& c, int64_t batch, int64_t head, int64_t query, int64_t chunk,
                            const row_end& e) {
   const int64_t index = row_index(c, batch, head, query);
-  double* state = c.chunks > 1              ? c.partial_states + 2 * (chunk * c.batch * c.heads * c.q_len + index)
-                  : c.row_states != nullptr ? c.row_states + 2 * index
-                                            : nullptr;
-  if (state != nullptr) {
+  if (c.chunks > 1) {
+    double* const state = c.partial_states + 2 * (chunk * c.batch * c.heads * c.q_len + index);
     state[0] = e.top;
     state[1] = e.total;
-  }
-  if (c.chunks == 1 && c.lse != nullptr) {
+  } else if (c.lse != nullptr) {
     static_cast<T*>(c.lse)[batch * c.lse_strides[0] + head * c.lse_strides[1] + query * c.lse_strides[2]] =
         static_cast<T>(lse_of(e, c.exp_scale, c.lse_base));
   }
@@ -427,9 +423,7 @@ MH_INLINE double careful_shift(int64_t keys) {
 }
 
 // Whether more is to be made of a row's maximum and sum than the factor of its result.
-MH_INLINE bool ends_count(const kernel_call& c) {
-  return c.sinks != nullptr || c.lse != nullptr || c.row_states != nullptr || c.chunks > 1;
-}
+MH_INLINE bool ends_count(const kernel_call& c) { return c.sinks != nullptr || c.lse != nullptr || c.chunks > 1; }
 
 // Whether all values seen are finite: 0 times each, added up, is 0, or NaN from the first that is not. In four sums, taken
 // in turn: one alone is a chain of a multiply-add's latency through all values, longer than all else done with them.

@@ -110,15 +110,16 @@ struct softmax_rows {
   }
 };
 
-// Where a row ends: what its values are multiplied with, and its state (kernel_api.hpp: row_states).
+// Where a row ends: what its values are multiplied with, and its state (kernel_api.hpp: partial_states).
 struct row_end {
   double factor;
   double top, total;
 };
 
 // top: the row's maximum in score units, a T; sum: of its weights, 0 for none; sink: natural units, -inf for none.
+// These two out of line: compilers join multiplying and adding here and there, and a row must end with the same bits wherever it does.
 template <class T>
-MH_INLINE row_end finish_row(T top, T sum, double exp_scale, double sink) {
+__attribute__((noinline)) row_end finish_row(T top, T sum, double exp_scale, double sink) {
   const bool has_keys = sum > 0 || sum != sum;
   const double sink2 = sink * 1.4426950408889634074;
   double high = static_cast<double>(top);
@@ -133,7 +134,7 @@ MH_INLINE row_end finish_row(T top, T sum, double exp_scale, double sink) {
   return {has_keys ? share / total : 0, high, total};
 }
 
-MH_INLINE double lse_of(const row_end& e, double exp_scale, int32_t base) {
+__attribute__((noinline, unused)) double lse_of(const row_end& e, double exp_scale, int32_t base) {
   if (e.total == 0) return -__builtin_inf();
   const double lse = e.top * exp_scale + ::log2(e.total);
   return base == MH_LSE_BASE2 ? lse : lse * 0.69314718055994530942;

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from .. import _abi
 from ..commands.errors import UserError
 from ..report import units
 from .cases import Row
@@ -270,7 +271,7 @@ def _dims(planned: Planned) -> tuple[int, int]:
 
 def _words(planned: Planned) -> list[tuple[str, str]]:
     """What the library is going to do: what about, and the sentence."""
-    plan, shape = planned.plan, Shape(planned)
+    plan, shape, outputs = planned.plan, Shape(planned), planned.problem.outputs
     route = {
         "tile": f"panels of up to {shape.core.panel * shape.lanes} rows against tiles of {plan['block_kv']} keys; the "
         "scores of both stay in L1",
@@ -295,8 +296,10 @@ def _words(planned: Planned) -> list[tuple[str, str]]:
     said.append(("K and V", _copies(planned, shape)))
     if plan["tiles_skipped"] > 0:
         said.append(("left out", f"{units.percent(plan['tiles_skipped'])} of the tiles, which nobody attends to"))
-    if plan["second_pass"]:
-        said.append(("twice", "scores and weights are computed again for what was asked for besides the result"))
+    if outputs & (_abi.OUTPUT_WEIGHTS | _abi.OUTPUT_MEAN_WEIGHTS | _abi.OUTPUT_COLUMN_SUMS):
+        said.append(("weights", "from scores that are kept until the last key; their exponentials are computed again"))
+    if outputs & _abi.OUTPUT_SCORES:
+        said.append(("scores", "computed once more, to be written"))
     workspace = f"{units.size(plan['scratch_bytes_per_thread'])} for each thread"
     shared = f", {units.size(plan['shared_bytes'])} for all together" if plan["shared_bytes"] else ""
     said.append(("workspace", workspace + shared))
@@ -356,7 +359,7 @@ def _advice(planned: Planned, row: Row, machine: Mapping[str, Any]) -> list[str]
 def _advice_of_time(terms: Mapping[str, float], limit: str, planned: Planned, machine: Mapping[str, Any]) -> list[str]:
     """What would make it faster, as far as the largest terms tell."""
     said = []
-    prefill = planned.route != "decode" and not planned.plan["second_pass"]
+    prefill = planned.route != "decode"
     if prefill and limit == "arithmetic" and planned.dtype == "f32":
         if planned.route == "matrix":
             said.append("The matrix unit takes six products for one of f32: bf16 takes one.")

@@ -54,7 +54,7 @@ class Core(NamedTuple):
     softcap: float  # tanh
     key_mask: float
     edge: float  # of tiles that a causal mask's or window's edge crosses
-    second: float  # the weights again, and stored or added up
+    second: float  # scores kept, exponentials again, weights stored or added up
 
 
 # Measured in cache on the server core of docs/performance.md, phase by phase in profiles, with AVX-512 and with AVX2.
@@ -261,6 +261,7 @@ def predict(planned: Planned, rates: Rates) -> Prediction:
         step = _decode(planned, shape.of_rows(last), fma, tasks=shape.heads * shape.chunks, copies=apart)
         for phase in step.keys() - {"task"}:
             cycles[phase] = cycles.get(phase, 0) + step[phase]
+    cycles["weights"] = _second_pass(planned, shape, peak)
     if shape.chunks > 1:
         cycles["merge"] = shape.heads * shape.rows * shape.chunks * MERGE
     # The busiest thread decides.
@@ -289,6 +290,16 @@ def _limit(terms: Mapping[str, float], level: str) -> str:
     return max(kinds, key=lambda kind: kinds[kind])
 
 
+def _second_pass(planned: Planned, shape: Shape, peak: float) -> float:
+    outputs = planned.problem.outputs
+    vectors = shape.heads * shape.rows * _blocks(shape.keys, shape.lanes)
+    kept = outputs & (_abi.OUTPUT_WEIGHTS | _abi.OUTPUT_MEAN_WEIGHTS | _abi.OUTPUT_COLUMN_SUMS)
+    cycles = vectors * shape.core.second if kept else 0.0
+    if outputs & _abi.OUTPUT_SCORES:  # computed again, by multiply-adds
+        cycles += vectors * (shape.d * peak / shape.core.share + shape.core.edge)
+    return cycles
+
+
 def _tile(planned: Planned, shape: Shape, peak: float) -> dict[str, float]:
     core = shape.core
     width = core.panel * shape.lanes
@@ -312,8 +323,6 @@ def _tile(planned: Planned, shape: Shape, peak: float) -> dict[str, float]:
         "store": shape.row_vectors(shape.v) * core.store,
         "task": planned.plan["tasks"] * TASK,
     }
-    if planned.plan["second_pass"]:  # scores and weights again, now that the sums are known
-        found["weights"] = scores * (shape.d * peak / core.share + core.second)
     return found
 
 
