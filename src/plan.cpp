@@ -428,6 +428,23 @@ keeping how_to_keep(const problem& p, int64_t chunks, int64_t l2_bytes) {
   return rows <= most_rows || chunks > 1 ? keeping::of_all : keeping::of_task;
 }
 
+// How many rows' scores a task keeps, at most, and of how many rows it is a multiple: of panels that fit into a quarter of L2 (half
+// and an eighth of it are as fast), or of one; of four, where each task brings tiles of K and V into an order of its own. Where
+// there are many keys, of less, so that threads' memory is bounded.
+struct kept_rows {
+  int64_t most, grain;
+};
+kept_rows rows_kept(const plan& plan, int64_t row_bytes, int64_t l2_bytes) {
+  constexpr int64_t most_bytes = 4 << 20;
+  const bool matrix = plan.kernel == route_matrix;
+  const int64_t panel = plan.panel_rows, group = means(plan.p) ? plan.p.group() : 1;
+  const int64_t panels = std::max<int64_t>(l2_bytes / 4 / (panel * row_bytes), matrix || plan.copy_kv ? 4 : 1);
+  const int64_t rows = std::min(panels * panel, most_bytes / row_bytes);
+  int64_t grain = std::lcm(panel, group);
+  if (rows < grain && !matrix) grain = std::lcm(plan.lanes(), group);
+  return {std::max(rows / grain * grain, grain), grain};
+}
+
 // p: the plan's problem, or as joined.
 kernel_call make_call(const plan& plan, const problem& p) {
   kernel_call c{};
@@ -591,10 +608,8 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cp
     plan.block_q = std::min(block, round_up(std::max<int64_t>(whole_rows, 1), lanes));
     // A block's rows are added up in column sums: the same blocks, however the batch makes scores be kept.
     if (plan.keeps == keeping::of_task || sums_columns) {
-      const int64_t fitting = l2_bytes / 4 / (plan.panel_rows * kept_row_bytes);
-      const int64_t most_kept = std::max<int64_t>(fitting, matrix || plan.copy_kv ? 4 : 1) * plan.panel_rows;
-      plan.block_q = std::min(plan.block_q, most_kept);
-      if (means(p)) plan.block_q = round_up(plan.block_q, std::lcm(plan.panel_rows, p.group()));
+      const kept_rows kept = rows_kept(plan, kept_row_bytes, l2_bytes);
+      plan.block_q = std::min(means(p) ? round_up(plan.block_q, kept.grain) : plan.block_q, kept.most);
     }
   }
   plan.row_blocks = blocks(whole_rows, plan.block_q);

@@ -85,7 +85,7 @@ task_cut cut_for(const plan& plan, int64_t workers) {
     if (plan.unit_steps || (plan.keeps == keeping::of_task && plan.p.has_output(MH_OUTPUT_COLUMN_SUMS)))
       most = block_panels;
     c.piece_rows = panel * blocks(block_panels, blocks(block_panels, std::clamp<int64_t>(most, 1, block_panels)));
-    if (means_in_tasks) c.piece_rows = round_up(c.piece_rows, std::lcm(panel, plan.p.group()));
+    if (means_in_tasks) c.piece_rows = std::min(round_up(c.piece_rows, std::lcm(panel, plan.p.group())), plan.block_q);
     c.block_pieces = pieces_of(plan.block_q, c.piece_rows);
     c.last_pieces = pieces_of(rows - (plan.row_blocks - 1) * plan.block_q, c.piece_rows);
     c.head_pieces = rows == 0 ? 0 : (plan.row_blocks - 1) * c.block_pieces + c.last_pieces;

@@ -16,6 +16,7 @@
 #include <functional>
 #include <map>
 #include <new>
+#include <numeric>
 #include <set>
 #include <sstream>
 #include <string>
@@ -222,6 +223,41 @@ TEST_CASE("a plan covers its problem") {
         CHECK((a.tiles_skipped >= 0 && a.tiles_skipped <= 1));
         constexpr uint32_t of_weights = MH_OUTPUT_WEIGHTS | MH_OUTPUT_MEAN_WEIGHTS | MH_OUTPUT_COLUMN_SUMS;
         CHECK((a.keeps != keeping::nothing) == ((p.outputs & of_weights) != 0));
+      }
+    }
+  }
+}
+
+TEST_CASE("tasks that keep their scores take bounded memory, and whole queries where heads are averaged") {
+  constexpr int64_t most_bytes = 5 << 20;
+  for (const kernel_table* table : tables()) {
+    for (const char* dtype : {"f32", "bf16", "f64"}) {
+      for (const char* shape : {" b1 h8 q500 kv500 d64", " b1 h32/8 q300 kv2000 d64", " b1 h6/2 q300 kv9000 d64",
+                                " b1 h7/1 q200 kv30000 d8", " b2 h64 q40 kv500 d16", " b1 h8 q1000 kv20000 d64",
+                                " b100 h16/8 q3 kv500 d64"}) {
+        for (const char* outputs : {" weights", " meanw", " colsums", " meanw colsums"}) {
+          const problem p = problem_of(dtype + std::string(shape) + outputs);
+          const plan a = make_plan(p, *table, l2);
+          CAPTURE(describe(a, false));
+          CHECK((a.keeps == keeping::of_task || a.chunks > 1 || a.kept_bytes <= 4 * l2));
+          if (a.keeps != keeping::of_task) continue;
+          const int64_t rows = a.block_q + a.last_rows, row_bytes = a.call.kept_pitch * (p.is_f64() ? 8 : 4);
+          CHECK(a.scratch_bytes == a.kept_at + rows * row_bytes);
+          const int64_t least = a.kernel == route_decode ? rows : a.kernel == route_matrix ? a.panel_rows : a.lanes();
+          CHECK(rows * row_bytes <= std::max(most_bytes, (std::lcm(least, p.group()) + a.last_rows) * row_bytes));
+          for (const int64_t workers : {1, 2, 5, 64}) {
+            const schedule order(a, workers);
+            int64_t most = 0;
+            for (int64_t i = 0; i < order.tasks(); ++i) {
+              const kernel_task t = order.at(i);
+              most = std::max(most, t.row_end - t.row_begin);
+              if (!means(p)) continue;
+              CHECK((t.row_begin % p.group() == 0 && t.row_end % p.group() == 0));
+              CHECK((t.kv_head_begin == 0 && t.kv_head_end == p.kv_heads));
+            }
+            CHECK(most <= rows);
+          }
+        }
       }
     }
   }

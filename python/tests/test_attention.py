@@ -48,8 +48,8 @@ def test_many_options_in_any_memory(seed):
 
 @pytest.mark.parametrize("seed", range(40))
 def test_masked_slots_may_hold_anything(seed):
-    """NaN and inf in keys and values that no query attends do not change one bit; but in bf16 and f16 on a matrix unit, where
-    rows beside them are computed again without its roundings."""
+    """NaN and inf in keys and values that no query attends do not change one bit; but in bf16 and f16 on a matrix
+    unit, where rows beside them are computed again without its roundings."""
     rng = np.random.default_rng(2000 + seed)
     dtype = str(rng.choice(list(DTYPES)))
     q, k, v = random_tensors(rng, dtype)
