@@ -9,7 +9,6 @@
 
 #include <algorithm>
 #include <array>
-#include <bit>
 #include <chrono>
 #include <cmath>
 #include <cstdint>
@@ -22,6 +21,7 @@
 #include <vector>
 
 #include "buffer.hpp"
+#include "elements.hpp"
 
 #if MH_WITH_BLAS
 #include <cblas.h>
@@ -102,53 +102,6 @@ class generator {
   uint64_t state_ = 1;
 };
 
-// To 16 bits by dropping the lower bits of the fraction; an input needs no better rounding.
-uint16_t to_bf16(float x) { return static_cast<uint16_t>(std::bit_cast<uint32_t>(x) >> 16); }
-uint16_t to_f16(float x) {
-  const uint32_t bits = std::bit_cast<uint32_t>(x);
-  const int32_t exponent = static_cast<int32_t>((bits >> 23) & 0xff) - 112;
-  if (exponent <= 0) return 0;
-  return static_cast<uint16_t>((bits >> 16 & 0x8000) | static_cast<uint32_t>(exponent) << 10 | (bits >> 13 & 0x3ff));
-}
-
-void store(int32_t dtype, std::byte* array, int64_t i, float x) {
-  const auto put = [&](auto value) {
-    std::memcpy(array + i * static_cast<int64_t>(sizeof value), &value, sizeof value);
-  };
-  switch (dtype) {
-    case MH_DTYPE_F64:
-      return put(static_cast<double>(x));
-    case MH_DTYPE_BF16:
-      return put(to_bf16(x));
-    case MH_DTYPE_F16:
-      return put(to_f16(x));
-    default:
-      return put(x);
-  }
-}
-
-double load(int32_t dtype, const std::byte* array, int64_t i) {
-  const auto get = [&](auto value) {
-    std::memcpy(&value, array + i * static_cast<int64_t>(sizeof value), sizeof value);
-    return value;
-  };
-  switch (dtype) {
-    case MH_DTYPE_F64:
-      return get(double{});
-    case MH_DTYPE_BF16:
-      return std::bit_cast<float>(static_cast<uint32_t>(get(uint16_t{})) << 16);
-    case MH_DTYPE_F16: {
-      const uint16_t bits = get(uint16_t{});
-      const double fraction = bits & 0x3ff;
-      const int exponent = bits >> 10 & 0x1f;
-      const double size = exponent ? std::ldexp(1024 + fraction, exponent - 25) : std::ldexp(fraction, -24);
-      return bits & 0x8000 ? -size : size;
-    }
-    default:
-      return get(float{});
-  }
-}
-
 // Largest difference from double, absolute and relative.
 double tolerance(int32_t dtype) {
   switch (dtype) {
@@ -172,9 +125,9 @@ struct tensors {
         v(bytes(w.kv_size())),
         out(bytes(w.q_size())) {
     generator next;
-    for (int64_t i = 0; i < w.q_size(); ++i) store(dtype, q.data(), i, next());
-    for (int64_t i = 0; i < w.kv_size(); ++i) store(dtype, k.data(), i, next());
-    for (int64_t i = 0; i < w.kv_size(); ++i) store(dtype, v.data(), i, next());
+    for (int64_t i = 0; i < w.q_size(); ++i) elements::store(dtype, q.data(), i, next());
+    for (int64_t i = 0; i < w.kv_size(); ++i) elements::store(dtype, k.data(), i, next());
+    for (int64_t i = 0; i < w.kv_size(); ++i) elements::store(dtype, v.data(), i, next());
     std::memset(out.data(), 0xff, out.size());
   }
 
@@ -207,7 +160,8 @@ double check(const workload& w, const tensors& t) {
     for (int64_t j = 0; j < keys; ++j) {
       double dot = 0;
       for (int64_t d = 0; d < w.head_dim; ++d) {
-        dot += load(t.dtype, t.q.data(), row + d) * load(t.dtype, t.k.data(), kv + j * w.head_dim + d);
+        dot +=
+            elements::load(t.dtype, t.q.data(), row + d) * elements::load(t.dtype, t.k.data(), kv + j * w.head_dim + d);
       }
       weights[static_cast<std::size_t>(j)] = dot / std::sqrt(static_cast<double>(w.head_dim));
     }
@@ -217,13 +171,13 @@ double check(const workload& w, const tensors& t) {
       const double weight = std::exp(weights[static_cast<std::size_t>(j)] - top);
       total += weight;
       for (int64_t d = 0; d < w.head_dim; ++d) {
-        sum[static_cast<std::size_t>(d)] += weight * load(t.dtype, t.v.data(), kv + j * w.head_dim + d);
+        sum[static_cast<std::size_t>(d)] += weight * elements::load(t.dtype, t.v.data(), kv + j * w.head_dim + d);
       }
     }
     for (int64_t d = 0; d < w.head_dim; ++d) {
       const double expected = sum[static_cast<std::size_t>(d)] / total;
-      const double excess =
-          std::abs(load(t.dtype, t.out.data(), row + d) - expected) - tolerance(t.dtype) * (1 + std::abs(expected));
+      const double excess = std::abs(elements::load(t.dtype, t.out.data(), row + d) - expected) -
+                            tolerance(t.dtype) * (1 + std::abs(expected));
       worst = std::isnan(excess) ? 1e30 : std::max(worst, excess);
     }
   }
@@ -356,9 +310,9 @@ struct layer_arrays {
         : dtype(of_dtype), count(n), memory(static_cast<std::size_t>(n) * mh_dtype_size(of_dtype)) {}
     template <class Next>
     void fill(const Next& next) {
-      for (int64_t i = 0; i < count; ++i) store(dtype, memory.data(), i, next());
+      for (int64_t i = 0; i < count; ++i) elements::store(dtype, memory.data(), i, next());
     }
-    double operator[](int64_t i) const { return load(dtype, memory.data(), i); }
+    double operator[](int64_t i) const { return elements::load(dtype, memory.data(), i); }
     std::vector<double> values() const {
       std::vector<double> all(static_cast<std::size_t>(count));
       for (int64_t i = 0; i < count; ++i) all[static_cast<std::size_t>(i)] = (*this)[i];

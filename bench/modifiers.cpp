@@ -1,4 +1,4 @@
-// What masks and modifiers cost: attention with each of them beside plain attention of the same shape, in turn, as speed
+// What masks, modifiers and outputs besides the result cost: attention with each of them beside plain attention of the same shape, in turn, as speed
 // per attended pair. 1.00 = a pair costs what it costs without.
 #include <getopt.h>
 #include <manyhead/manyhead.hpp>
@@ -8,30 +8,40 @@
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
+#include <iterator>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "alternate.hpp"
 #include "arguments.hpp"
+#include "buffer.hpp"
+#include "elements.hpp"
 
 namespace {
 
 constexpr const char* usage =
-    "modifiers [--head-dim 64] [--threads 1] [--seconds 0.5]\n"
+    "modifiers [--dtype f32] [--head-dim 64] [--threads 1] [--seconds 0.5]\n"
+    "  --dtype D     f32, bf16 or f16; masks and biases stay what they are, biases f32\n"
     "  --head-dim N  size of a head\n"
     "  --threads N   0: all\n"
     "  --seconds S   of measuring a modifier\n";
 
 constexpr int64_t heads = 8;
 
+constexpr std::pair<const char*, int32_t> dtypes[] = {
+    {"f32", MH_DTYPE_F32}, {"bf16", MH_DTYPE_BF16}, {"f16", MH_DTYPE_F16}};
+
 struct options {
+  std::pair<const char*, int32_t> dtype = dtypes[0];
   int head_dim = 64, threads = 1;
   double seconds = 0.5;
 };
 
 struct arrays {
-  std::vector<float> q, k, v, out, bias, slopes, sinks;
+  buffer q, k, v, out;
+  std::vector<float> bias, slopes, sinks, lse, pairs;  // pairs: of weights or scores
   std::vector<uint8_t> mask, key_mask;
 };
 
@@ -110,6 +120,36 @@ std::vector<variant> variants_of(arrays& a, int64_t n) {
          t.sinks = a.sinks.data();
        },
        square},
+      {"lse",
+       [&a](mh_problem& p, mh_tensors& t) {
+         p.outputs |= MH_OUTPUT_LSE;
+         t.lse = a.lse.data();
+       },
+       square},
+      {"weights",
+       [&a](mh_problem& p, mh_tensors& t) {
+         p.outputs |= MH_OUTPUT_WEIGHTS;
+         t.weights = a.pairs.data();
+       },
+       square},
+      {"weights, their mean",
+       [&a](mh_problem& p, mh_tensors& t) {
+         p.outputs |= MH_OUTPUT_MEAN_WEIGHTS;
+         t.mean_weights = a.pairs.data();
+       },
+       square},
+      {"weights, their column sums",
+       [&a](mh_problem& p, mh_tensors& t) {
+         p.outputs |= MH_OUTPUT_COLUMN_SUMS;
+         t.column_sums = a.pairs.data();
+       },
+       square},
+      {"scores",
+       [&a](mh_problem& p, mh_tensors& t) {
+         p.outputs |= MH_OUTPUT_SCORES;
+         t.scores = a.pairs.data();
+       },
+       square},
   };
 }
 
@@ -122,15 +162,20 @@ void measure(int64_t n, const options& o) {
     return x;
   };
   const int64_t size = heads * n * o.head_dim;
-  arrays a{floats(size),
-           floats(size),
-           floats(size),
-           floats(size),
+  const auto bytes = static_cast<std::size_t>(size) * mh_dtype_size(o.dtype.second);
+  arrays a{buffer(bytes),
+           buffer(bytes),
+           buffer(bytes),
+           buffer(bytes),
            floats(heads * n * n),
            floats(heads),
            floats(heads),
+           floats(heads * n),
+           floats(heads * n * n),
            std::vector<uint8_t>(static_cast<std::size_t>(heads * n * n)),
            std::vector<uint8_t>(static_cast<std::size_t>(n), 1)};
+  for (const buffer* x : {&a.q, &a.k, &a.v, &a.out})
+    for (int64_t i = 0; i < size; ++i) elements::store(o.dtype.second, x->data(), i, normal(bits));
   for (int64_t h = 0; h < heads; ++h)  // the usual slopes, down to 2^-8
     a.slopes[static_cast<std::size_t>(h)] = std::exp2(-8.0F * static_cast<float>(h + 1) / static_cast<float>(heads));
   for (uint8_t& bit : a.mask) bit = bits() % 16 != 0;  // no tile without a key that is masked
@@ -142,6 +187,7 @@ void measure(int64_t n, const options& o) {
     for (const bool modified : {false, true}) {
       mh_problem p{};
       p.struct_size = sizeof p;
+      p.dtype = o.dtype.second;
       p.batch = 1;
       p.heads = heads;
       p.q_len = p.kv_len = n;
@@ -169,13 +215,21 @@ void measure(int64_t n, const options& o) {
 
 options read_options(int argc, char** argv) {
   options o;
-  const option known[] = {{"head-dim", required_argument, nullptr, 'd'},
-                          {"threads", required_argument, nullptr, 't'},
-                          {"seconds", required_argument, nullptr, 'S'},
-                          {"help", no_argument, nullptr, 'h'},
-                          {nullptr, 0, nullptr, 0}};
+  const option known[] = {{"dtype", required_argument, nullptr, 'D'},   {"head-dim", required_argument, nullptr, 'd'},
+                          {"threads", required_argument, nullptr, 't'}, {"seconds", required_argument, nullptr, 'S'},
+                          {"help", no_argument, nullptr, 'h'},          {nullptr, 0, nullptr, 0}};
   for (int c = 0, at = 0; (c = getopt_long(argc, argv, "", known, &at)) != -1;) {
     switch (c) {
+      case 'D': {
+        const auto* const found = std::find_if(std::begin(dtypes), std::end(dtypes),
+                                               [](const auto& dtype) { return std::string(dtype.first) == optarg; });
+        if (found == std::end(dtypes)) {
+          std::fprintf(stderr, "modifiers: --dtype is \"%s\", must be f32, bf16 or f16\n", optarg);
+          std::exit(2);
+        }
+        o.dtype = *found;
+        break;
+      }
       case 'd':
         o.head_dim = arguments::whole(known[at], 1);
         break;
@@ -197,8 +251,8 @@ options read_options(int argc, char** argv) {
 
 int main(int argc, char** argv) {
   const options o = read_options(argc, argv);
-  std::printf("f32, 1 x %lld heads of %d, isa %s; speed per attended pair over that of plain attention\n\n",
-              static_cast<long long>(heads), o.head_dim, mh_isa_current());
+  std::printf("%s, 1 x %lld heads of %d, isa %s; speed per attended pair over that of plain attention\n\n",
+              o.dtype.first, static_cast<long long>(heads), o.head_dim, mh_isa_current());
   std::printf("%-30s %6s %10s %10s\n", "modifier", "q, kv", "us", "ratio");
   try {
     for (const int64_t n : {512, 1024}) measure(n, o);
