@@ -414,35 +414,57 @@ double share_skipped(const problem& p, int64_t panel_rows, int64_t block_kv) {
   return 1.0 - used / (static_cast<double>(tiles) * static_cast<double>(panels));
 }
 
+// Bytes of so many things of `each` bytes, or more than any machine has: plans are made of problems of any lengths.
+int64_t bytes_of(int64_t count, int64_t each) {
+  constexpr int64_t most = int64_t{1} << 50;
+  int64_t bytes = 0;
+  return __builtin_mul_overflow(count, each, &bytes) ? most : std::min(bytes, most);
+}
+
 // An odd number of lines, of 64 bytes.
 int64_t kept_pitch(const problem& p) {
   const int64_t line = 64 / (p.is_f64() ? 8 : 4);
   return (blocks(p.kv_len, line) | 1) * line;
 }
+int64_t kept_row_bytes(const problem& p) { return bytes_of(kept_pitch(p), p.is_f64() ? 8 : 4); }
 
-// Scores of all rows are kept where they are few, which spreads a few rows' weights over threads; and where keys are split, as no
-// task has all scores of a row.
+// Scores of all rows are kept where they are few, which spreads a few rows' weights over threads; and where the keys of so few
+// rows are split among them that scores take less than K and V.
 keeping how_to_keep(const problem& p, int64_t chunks, int64_t l2_bytes) {
+  constexpr int64_t few_rows = 16;
   if ((p.outputs & of_kept_scores) == 0) return keeping::nothing;
-  const int64_t rows = p.batch * p.heads * p.q_len, most_rows = 4 * l2_bytes / (kept_pitch(p) * (p.is_f64() ? 8 : 4));
-  return rows <= most_rows || chunks > 1 ? keeping::of_all : keeping::of_task;
+  const int64_t most_rows = 4 * l2_bytes / kept_row_bytes(p);
+  const bool of_all = p.batch * p.heads * p.q_len <= most_rows || (chunks > 1 && p.group() * p.q_len <= few_rows);
+  return of_all ? keeping::of_all : keeping::of_task;
 }
 
-// How many rows' scores a task keeps, at most, and of how many rows it is a multiple: of panels that fit into a quarter of L2 (half
-// and an eighth of it are as fast), or of one; of four, where each task brings tiles of K and V into an order of its own. Where
-// there are many keys, of less, so that threads' memory is bounded.
-struct kept_rows {
-  int64_t most, grain;
-};
-kept_rows rows_kept(const plan& plan, int64_t row_bytes, int64_t l2_bytes) {
+// How many rows' scores a task keeps at a time: of panels that fit into a quarter of L2 (half and an eighth of it are as fast), or of
+// one; of four, where each time tiles of K and V are brought into an order of their own. Where there are many keys of less, so that
+// threads' memory is bounded, but by the least that a kernel takes.
+int64_t rows_kept(const plan& plan, int64_t l2_bytes) {
   constexpr int64_t most_bytes = 4 << 20;
+  if (plan.kernel == route_decode) return plan.block_q;
   const bool matrix = plan.kernel == route_matrix;
-  const int64_t panel = plan.panel_rows, group = means(plan.p) ? plan.p.group() : 1;
-  const int64_t panels = std::max<int64_t>(l2_bytes / 4 / (panel * row_bytes), matrix || plan.copy_kv ? 4 : 1);
+  const int64_t panel = plan.panel_rows, row_bytes = kept_row_bytes(plan.p), least = matrix ? panel : plan.lanes();
+  const int64_t panels = std::max<int64_t>(l2_bytes / 4 / row_bytes / panel, matrix || plan.copy_kv ? 4 : 1);
   const int64_t rows = std::min(panels * panel, most_bytes / row_bytes);
-  int64_t grain = std::lcm(panel, group);
-  if (rows < grain && !matrix) grain = std::lcm(plan.lanes(), group);
-  return {std::max(rows / grain * grain, grain), grain};
+  return std::min(plan.block_q, rows >= panel ? rows / panel * panel : std::max(rows / least * least, least));
+}
+
+// Rows of a task that makes weights (plan.hpp: keeps). A block of rows is added up in column sums: the same blocks however the batch
+// makes scores be kept.
+int64_t rows_weighed(const plan& plan) {
+  constexpr int64_t scores_of_task = 16384;
+  const problem& p = plan.p;
+  int64_t rows = plan.block_q;
+  if (!p.has_output(MH_OUTPUT_COLUMN_SUMS)) {
+    if (plan.keeps == keeping::of_all) rows = std::max<int64_t>(scores_of_task / std::max<int64_t>(p.kv_len, 1), 1);
+    if (plan.keeps == keeping::of_task)
+      rows = std::min(rows, plan.panel_rows * (plan.kernel == route_matrix || plan.copy_kv ? 4 : 2));
+  }
+  if (!means(p)) return rows;
+  // Panels of a unit hold the same rows as without: one that is not finite is done again with those beside it.
+  return round_up(rows, plan.kernel == route_matrix ? std::lcm(matrix_rows, p.group()) : p.group());
 }
 
 // p: the plan's problem, or as joined.
@@ -483,7 +505,7 @@ kernel_call make_call(const plan& plan, const problem& p) {
     c.exp_scale = p.scale * log2e;
   }
   c.softcap = p.softcap;
-  // Weights that are given are exact, and what they make of V is the result.
+  // Weights that are given are exact; results go with them.
   c.fast_exp = (p.flags & MH_FLAG_FAST_EXP) != 0 && !has_second_pass(p);
   c.causal = p.causal;
   c.align = p.align;
@@ -509,7 +531,7 @@ kernel_call make_call(const plan& plan, const problem& p) {
   c.unit_steps = plan.unit_steps;
   c.unit_keys = most_keys_on_unit(plan.p, plan.table->dtype[p.dtype]);
   c.kept_pitch = plan.keeps == keeping::nothing ? 0 : kept_pitch(p);
-  c.row_blocks = plan.second_row_blocks;
+  c.row_blocks = plan.weighed_blocks;
   return c;
 }
 
@@ -562,8 +584,6 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cp
   plan.chunks = rows <= split_rows ? std::max<int64_t>(1, blocks(p.kv_len, plan.chunk_keys)) : 1;
   if (plan.chunks == 1) plan.chunk_keys = round_up(std::max<int64_t>(p.kv_len, 1), plan.block_kv);
   plan.keeps = how_to_keep(p, plan.chunks, l2_bytes);
-  const int64_t kept_row_bytes = kept_pitch(p) * real;
-  const bool sums_columns = p.has_output(MH_OUTPUT_COLUMN_SUMS);
 
   const double kv_bytes = static_cast<double>(dtype_bytes(p.dtype)) * static_cast<double>(p.head_dim + p.v_dim) *
                           static_cast<double>(p.batch * p.kv_heads) * static_cast<double>(p.kv_len);
@@ -581,8 +601,7 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cp
   plan.asks_l1 = core != cpu_core::zen4 && !(plan.unit_steps && rows <= 2);
   const bool matrix = plan.kernel == route_matrix;
   plan.panel_rows = matrix ? matrix_rows : table.panel_rows[f64];
-  const std::optional<problem> one =
-      plan.kernel == route_decode && plan.keeps == keeping::nothing ? joined(p) : std::nullopt;
+  const std::optional<problem> one = plan.kernel == route_decode && !has_second_pass(p) ? joined(p) : std::nullopt;
   const problem& told = one ? *one : p;
   plan.entries = told.batch;
   plan.entry_heads = told.kv_heads;
@@ -606,22 +625,12 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cp
     const int64_t panels = blocks(std::max<int64_t>(whole_rows, 1), plan.panel_rows);
     const int64_t block = blocks(panels, blocks(panels, most)) * plan.panel_rows;
     plan.block_q = std::min(block, round_up(std::max<int64_t>(whole_rows, 1), lanes));
-    // A block's rows are added up in column sums: the same blocks, however the batch makes scores be kept.
-    if (plan.keeps == keeping::of_task || sums_columns) {
-      const kept_rows kept = rows_kept(plan, kept_row_bytes, l2_bytes);
-      plan.block_q = std::min(means(p) ? round_up(plan.block_q, kept.grain) : plan.block_q, kept.most);
-    }
   }
   plan.row_blocks = blocks(whole_rows, plan.block_q);
-  plan.second_block_q = plan.block_q;
-  plan.second_row_blocks = plan.row_blocks;
-  if (plan.keeps == keeping::of_all && !sums_columns) {
-    constexpr int64_t scores_of_task = 16384;
-    const int64_t some =
-        std::clamp<int64_t>(scores_of_task / std::max<int64_t>(p.kv_len, 1), 1, std::max<int64_t>(rows, 1));
-    plan.second_block_q = means(p) ? round_up(some, p.group()) : some;
-    plan.second_row_blocks = blocks(rows, plan.second_block_q);
-  }
+  if (plan.keeps == keeping::of_task) plan.kept_rows = rows_kept(plan, l2_bytes) + plan.last_rows;
+  plan.weighed_rows = rows_weighed(plan);
+  const bool by_blocks = plan.keeps == keeping::of_task || p.has_output(MH_OUTPUT_COLUMN_SUMS);
+  plan.weighed_blocks = blocks(by_blocks ? whole_rows : rows, plan.weighed_rows);
 
   plan.tasks = p.batch * p.kv_heads * plan.row_blocks * plan.chunks;
 
@@ -647,14 +656,17 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cp
   }
   if (plan.keeps == keeping::of_task) {
     plan.kept_at = round_up(plan.scratch_bytes, 64);
-    plan.scratch_bytes = plan.kept_at + (plan.block_q + plan.last_rows) * kept_row_bytes;
+    plan.scratch_bytes = plan.kept_at + bytes_of(plan.kept_rows, kept_row_bytes(p));
   }
   constexpr int64_t state_bytes = 2 * sizeof(double);
   const int64_t all_rows = p.batch * p.heads * p.q_len;
   plan.partial_out_bytes = plan.chunks > 1 ? round_up(plan.chunks * all_rows * p.v_dim * real, 64) : 0;
   plan.partial_state_bytes = plan.chunks > 1 ? round_up(plan.chunks * all_rows * state_bytes, 64) : 0;
-  plan.kept_bytes = plan.keeps == keeping::of_all ? all_rows * kept_row_bytes : 0;
-  plan.column_bytes = sums_columns ? round_up(p.batch * p.heads * plan.second_row_blocks * p.kv_len * real, 64) : 0;
+  plan.kept_bytes = plan.keeps == keeping::of_all ? bytes_of(all_rows, kept_row_bytes(p)) : 0;
+  plan.column_bytes =
+      p.has_output(MH_OUTPUT_COLUMN_SUMS)
+          ? round_up(bytes_of(p.batch * p.heads, bytes_of(plan.weighed_blocks, bytes_of(p.kv_len, real))), 64)
+          : 0;
   plan.shared_bytes = plan.partial_out_bytes + plan.partial_state_bytes + plan.kept_bytes + plan.column_bytes;
   plan.alone = cut_for(plan, 1);
   return plan;

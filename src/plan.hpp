@@ -52,12 +52,14 @@ struct plan {
   bool turns;                    // the kv heads of a decode step's task take turns, a few keys each
   bool copy_kv;                  // tiles of K and V are copied (converted, made contiguous) before use
   // For weights, their means and column sums the first pass keeps its scores: of all rows, of which tasks of a second one then
-  // make them, or of a task's rows, of which the task itself does. Means take whole queries and all heads of them.
+  // make them; or of a task's rows, kept_rows of a head at a time, of which the task itself does, against all keys. Either kind of
+  // task takes weighed_rows of one kv head; of means whole queries and all heads of them.
   keeping keeps;
-  int64_t second_block_q, second_row_blocks;  // rows of such a task
-  int64_t tasks;  // of the first pass, of a row block, kv head and chunk each (schedule.hpp)
-  double flops;   // of the attended pairs, 2 (head_dim + v_dim) each; lengths in memory are not known yet: as if full
-  double bytes;   // of q, k, v, out, each read or written once
+  int64_t kept_rows;
+  int64_t weighed_rows, weighed_blocks;  // weighed_blocks: how many blocks of them a head has
+  int64_t tasks;                         // of the first pass, of a row block, kv head and chunk each (schedule.hpp)
+  double flops;  // of the attended pairs, 2 (head_dim + v_dim) each; lengths in memory are not known yet: as if full
+  double bytes;  // of q, k, v, out, each read or written once
   int64_t share_threads;  // with so many threads and more, each may have a share of the tasks of its own (deal.hpp)
   double tiles_skipped;   // share of (panel of rows, key tile) pairs that positions rule out
   int64_t scratch_bytes;  // of one thread, where it keeps scores kept_at bytes on
@@ -92,7 +94,7 @@ plan make_plan(const problem& p, const kernel_table& table, const machine& m);
 kernel_call last_call(const plan& plan, const kernel_call& of_panels);
 
 // And what the kernel that writes scores is told, of so many rows a task.
-kernel_call scores_call(const plan& plan, const kernel_call& c);
+kernel_call scores_call(const plan& plan, const kernel_call& of_panels);
 int64_t scores_block_q(const plan& plan);
 
 // The keys [begin, end) that query i may attend, as far as the problem says without its tensors.

@@ -17,7 +17,6 @@
 #include "schedule.hpp"
 
 #include <algorithm>
-#include <numeric>
 #include <queue>
 
 #include "blocks.hpp"
@@ -61,15 +60,12 @@ task_cut cut_for(const plan& plan, int64_t workers) {
   const int64_t kv_heads = plan.entry_heads;
   const int64_t parts_per_worker = plan.turns ? 1 : heads_per_worker;
   const int64_t fair_heads = divide(plan.entries * kv_heads * plan.chunks, parts_per_worker * workers).quotient;
-  const bool means_in_tasks = plan.keeps == keeping::of_task && means(plan.p);
-  const int64_t at_once = means_in_tasks ? kv_heads
-                          : workers == 1 ? plan.heads_at_once
-                                         : std::clamp<int64_t>(fair_heads, 1, plan.heads_at_once);
+  const int64_t at_once = workers == 1 ? plan.heads_at_once : std::clamp<int64_t>(fair_heads, 1, plan.heads_at_once);
   int64_t parts = blocks(kv_heads, at_once);
   const auto levels = [&](int64_t n) {
     return is_level(plan.entries * plan.chunks * blocks(kv_heads, blocks(kv_heads, n)), workers);
   };
-  for (int64_t n = parts; plan.turns && !means_in_tasks && workers > 1 && n <= std::min(4 * parts, kv_heads); ++n) {
+  for (int64_t n = parts; plan.turns && workers > 1 && n <= std::min(4 * parts, kv_heads); ++n) {
     if (!levels(n)) continue;
     parts = n;
     break;
@@ -81,11 +77,9 @@ task_cut cut_for(const plan& plan, int64_t workers) {
   const int64_t all_panels = c.heads * blocks(rows, panel) * plan.chunks;
   const int64_t block_panels = blocks(plan.block_q, panel);
   const auto cut = [&](int64_t most) {
-    // Rows that a step works on together decide the order of their sums (decode_pairs.hpp), a block's column sums that of theirs.
-    if (plan.unit_steps || (plan.keeps == keeping::of_task && plan.p.has_output(MH_OUTPUT_COLUMN_SUMS)))
-      most = block_panels;
+    // Rows that a step works on together decide the order of their sums (decode_pairs.hpp).
+    if (plan.unit_steps) most = block_panels;
     c.piece_rows = panel * blocks(block_panels, blocks(block_panels, std::clamp<int64_t>(most, 1, block_panels)));
-    if (means_in_tasks) c.piece_rows = std::min(round_up(c.piece_rows, std::lcm(panel, plan.p.group())), plan.block_q);
     c.block_pieces = pieces_of(plan.block_q, c.piece_rows);
     c.last_pieces = pieces_of(rows - (plan.row_blocks - 1) * plan.block_q, c.piece_rows);
     c.head_pieces = rows == 0 ? 0 : (plan.row_blocks - 1) * c.block_pieces + c.last_pieces;
@@ -146,8 +140,7 @@ void schedule::put_rows(int64_t position, kernel_task& t) const {
   // where a border would leave one vector, it lies one vector before.
   const auto border = [&](int64_t i) {
     const int64_t lanes = plan_.lanes(), at = i * cut_.piece_rows;
-    const bool whole_queries = plan_.keeps == keeping::of_task && means(plan_.p);
-    const bool one_left = i > 0 && !whole_queries && at < rows && rows - at <= lanes && plan_.panel_rows == 3 * lanes;
+    const bool one_left = i > 0 && at < rows && rows - at <= lanes && plan_.panel_rows == 3 * lanes;
     return std::min(rows, one_left ? at - lanes : at);
   };
   t.row_begin = block_begin + border(piece);

@@ -1,10 +1,11 @@
-// See scheduler.hpp. A phase (first pass, merge, second pass, column sums) is a list of items that write disjoint
+// See scheduler.hpp. A phase (first pass, merge, second pass, scores, column sums) is a list of items that write disjoint
 // memory. It is given to `threads` workers, each with a scratch slot of its own, which take items (deal.hpp) until none
 // is left. What an item computes does not depend on who runs it, so neither do the bits.
 #include "scheduler.hpp"
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 
 #include "blocks.hpp"
 #include "deal.hpp"
@@ -132,7 +133,7 @@ int64_t row_tasks(const plan& plan, int64_t row_blocks, bool all_heads) {
   return plan.p.batch * row_blocks * (all_heads ? 1 : plan.p.kv_heads);
 }
 int64_t weights_tasks(const plan& plan) {
-  return plan.keeps == keeping::of_all ? row_tasks(plan, plan.second_row_blocks, means(plan.p)) : 0;
+  return plan.keeps == keeping::nothing ? 0 : row_tasks(plan, plan.weighed_blocks, means(plan.p));
 }
 int64_t scores_blocks(const plan& plan) { return blocks(plan.p.group() * plan.p.q_len, scores_block_q(plan)); }
 int64_t scores_tasks(const plan& plan) {
@@ -262,25 +263,47 @@ void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec, const
     t.next = nullptr;
     kernels.attention[route_decode](&last, &t);
   };
-  // Head after head, as scores of one are kept.
-  const auto attend_and_weigh = [&](kernel_task t) {
-    t.kept = static_cast<char*>(t.scratch) + plan.kept_at;
-    t.kept_first = t.row_begin;
-    t.next = nullptr;
-    for (const int64_t end = t.kv_head_end; t.kv_head_begin < end; ++t.kv_head_begin) {
-      t.kv_head_end = t.kv_head_begin + 1;
-      attend(t);
-      kernels.weights(&c, &t);
+  // Those of a block of rows begin at 0.
+  const int64_t sums_bytes = c.kv_len * (p.is_f64() ? 8 : 4);
+  const auto clear_columns = [&](const kernel_task& t) {
+    if (plan.column_bytes == 0) return;
+    for (int64_t head = t.kv_head_begin * c.group; head < t.kv_head_end * c.group; ++head) {
+      const int64_t block = (t.batch * c.heads + head) * c.row_blocks + t.row_block;
+      std::memset(static_cast<char*>(c.column_partials) + block * sums_bytes, 0, static_cast<size_t>(sums_bytes));
     }
   };
-  for_each(order.tasks(), threads, exec, watched, phase_count,
+  // Head after head, and so many rows after others, as their scores are kept.
+  const auto attend_and_weigh = [&](const kernel_task& all) {
+    clear_columns(all);
+    kernel_task t = all;
+    t.kept = static_cast<char*>(t.scratch) + plan.kept_at;
+    t.next = nullptr;
+    const int64_t whole_end = all.row_end == c.rows ? c.rows - plan.last_rows : all.row_end;
+    for (; t.kv_head_begin < all.kv_head_end; ++t.kv_head_begin) {
+      t.kv_head_end = t.kv_head_begin + 1;
+      for (t.row_begin = all.row_begin; t.row_begin < all.row_end; t.row_begin = t.row_end) {
+        t.row_end = t.row_begin + plan.kept_rows - plan.last_rows;
+        if (t.row_end >= whole_end) t.row_end = all.row_end;
+        t.kept_first = t.row_begin;
+        for (t.chunk = 0; t.chunk < plan.chunks; ++t.chunk) attend(t);
+        kernels.weights(&c, &t);
+      }
+    }
+  };
+  if (plan.keeps == keeping::of_task) {
+    for_each(weights_tasks(plan), threads, exec, watched, phase_count, [&](const turn& now) {
+      kernel_task t = rows_at(now, plan.weighed_rows, plan.weighed_blocks, means(p));
+      t.clock = now.watched->clock_of(t);
+      attend_and_weigh(t);
+    });
+  }
+  for_each(plan.keeps == keeping::of_task ? 0 : order.tasks(), threads, exec, watched, phase_count,
            [&](const turn& now) {
              kernel_task t = order.at(now.index);
              t.scratch = slots + now.worker * slot_bytes;
              const kernel_task following = now.next >= 0 ? order.at(now.next) : kernel_task{};
              t.next = now.next >= 0 ? &following : nullptr;
              t.clock = now.watched->clock_of(t);
-             if (plan.keeps == keeping::of_task) return attend_and_weigh(t);
              if (plan.keeps == keeping::of_all) keep_of_all(t);
              attend(t);
            },
@@ -289,8 +312,9 @@ void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec, const
 
   if (plan.keeps == keeping::of_all) {
     for_each(weights_tasks(plan), threads, exec, watched, phase_weights, [&](const turn& now) {
-      kernel_task t = rows_at(now, plan.second_block_q, plan.second_row_blocks, means(p));
+      kernel_task t = rows_at(now, plan.weighed_rows, plan.weighed_blocks, means(p));
       keep_of_all(t);
+      clear_columns(t);
       kernels.weights(&c, &t);
     });
   }

@@ -329,7 +329,7 @@ MH_API mh_status mh_plan_measure(const mh_plan* plan, const mh_tensors* tensors,
  *
  * The phases, in seconds of all threads together: pack (Q, K, V brought into the order that kernels want), scores
  * (Q K^T), mask (what masks, biases, softcap, ALiBi do), softmax, values (P V), store, merge (of partial results),
- * weights (the second pass), project (the layer's projections), idle (the call's threads times its seconds, less the
+ * weights (and scores, once a row is known), project (the layer's projections), idle (the call's threads times its seconds, less the
  * others). Some tasks are looked into and stand for the others; null where none was, or there was no room for some.
  *
  * Cost: memory is set aside at begin; calls take less than 1 % longer, none where no profile runs. For that, a call of

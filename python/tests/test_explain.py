@@ -529,7 +529,7 @@ def test_limits_of_a_file(fake, capsys, monkeypatch):
     [
         ("f64 b8 h8 q512 kv512 d64", "f32 does twice as many multiply-adds at a time"),
         ("f32 b1 h2 q4 kv4 d8", "one thread is done before a second is awake"),
-        ("f32 b1 h8 q64 kv512 d64 weights", "take a second pass: leave them out where nobody reads them"),
+        ("f32 b1 h8 q64 kv512 d64 weights", "take time of their own: leave them out where nobody reads them"),
         ("f32 b1 h16 q384 kv384 d16 bshd", "K and V as [batch, heads, length, head_dim] need no copies."),
         ("f32 b8 h8 q1 kv8192 d64", "It waits for memory: K and V in bf16 or f16 are fewer bytes."),
         ("f32 b8 h64 q512 kv512 d8", "fewer and larger heads"),

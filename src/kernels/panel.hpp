@@ -329,8 +329,8 @@ MH_INLINE void scores_on_stairs(by_rows<T> k, const panel<T>& p, int64_t head_di
 // nothing is written.
 template <class T, int NV>
 MH_INLINE visibility scores_of(const kernel_call& c, const positions& at, const panel<T>& p, const tile_at& t,
-                               by_rows<T> k, const tile_scratch<T>& scratch, lines_ahead* ahead = nullptr,
-                               const stairs<NV>* reached = nullptr) {
+                               by_rows<T> k, const tile_scratch<T>& scratch, lines_ahead* ahead,
+                               const stairs<NV>* reached) {
   const visibility see = see_panel<T>(c, at, p, t, scratch);
   if (see == visibility::none) return see;
   const whole_panel<const T, NV> q{p.q};

@@ -76,7 +76,8 @@ struct weights_task {
     for (const vec<T>& top : tops) tops[0] = larger<T>(tops[0], top);
     const T top = largest_of<T>(tops[0]);
     const vec<T> scale(static_cast<T>(c.exp_scale)), high(top);
-    vec<T> sum(T(0));
+    vec<T> sums[at_once];
+    for (vec<T>& sum : sums) sum = vec<T>(T(0));
     over_keys([&]<int N>(int64_t k) MH_INLINE_LAMBDA {
       vec<T> x[N];
 #pragma GCC unroll 8
@@ -85,12 +86,14 @@ struct weights_task {
 #pragma GCC unroll 8
       for (int i = 0; i < N; ++i) {
         const auto closed = load(s + k + i * w) == vec<T>(-infinity<T>);
-        sum = sum + xsimd::select(closed, vec<T>(T(0)), x[i]);
+        sums[i] = sums[i] + xsimd::select(closed, vec<T>(T(0)), x[i]);
         store<T>(s + k + i * w, xsimd::select(closed, vec<T>(T(-1)), x[i]));
       }
     });
-    auto total = static_cast<double>(xsimd::reduce_add(sum));
+    for (int i = 1; i < at_once; ++i) sums[0] = sums[0] + sums[i];
+    auto total = static_cast<double>(xsimd::reduce_add(sums[0]));
     if (c.sinks != nullptr) total += ::exp2(sink * 1.4426950408889634074 - static_cast<double>(top) * c.exp_scale);
+    if (sink == __builtin_inf()) total = __builtin_nan("");  // as the result is
     return static_cast<T>(total == 0 ? 0.0 : 1.0 / total);
   }
 
@@ -133,9 +136,6 @@ struct weights_task {
   }
 
   void run() const {
-    for (int64_t head = task.kv_head_begin * c.group; c.column_partials != nullptr && head < task.kv_head_end * c.group;
-         ++head)
-      memset(column_sums_of(head), 0, static_cast<size_t>(c.kv_len) * sizeof(T));
     for (int64_t kv_head = task.kv_head_begin; kv_head < task.kv_head_end; ++kv_head) write_head(kv_head);
     lap(task.clock, phase_weights);
   }

@@ -370,7 +370,7 @@ def _advice_of_time(terms: Mapping[str, float], limit: str, planned: Planned, ma
     if prefill and terms["softmax"] > SOFTMAX_COSTS * (sum(terms.values()) - terms["read"]):
         said.append("The softmax of a score costs the same whatever the head size: fewer and larger heads have fewer.")
     if planned.plan["second_pass"]:
-        said.append("Weights, their sums and scores take a second pass: leave them out where nobody reads them.")
+        said.append("Weights, their sums and scores take time of their own: leave them out where nobody reads them.")
     if planned.isa in GUESSED:
         said.append(f"Of {planned.isa} little has been measured: take the prediction as a guess.")
     return said
