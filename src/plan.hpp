@@ -1,6 +1,6 @@
 // The decision how to compute a problem: a pure function of (problem, ISA table, cache sizes, kind of core). Printable, and
-// testable without running. Nothing in it depends on the number of threads or on neighbours in the batch, which is why results
-// do not either.
+// testable without running. Nothing in it that a bit of a result depends on depends on the number of threads or on neighbours in the
+// batch.
 #pragma once
 
 #include <string>

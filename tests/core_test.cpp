@@ -1076,6 +1076,27 @@ TEST_CASE("the process-wide cap holds") {
   CHECK(thread_count(plan_of("f32 b1 h8 q10 kv10 d64"), 7) == 1);  // waking threads would take longer than the work
 }
 
+TEST_CASE("a result has the bits that it has without weights") {
+  for (const kernel_table* table : tables()) {
+    for (const char* text : busy_lines) {
+      test_case c(parse_problem(text));
+      INFO(std::string(text));
+      INFO(std::string(table->isa));
+      problem alone = c.p;
+      alone.outputs &= MH_OUTPUT_LSE;
+      mh_tensors tensors = c.t;
+      tensors.weights = tensors.mean_weights = tensors.column_sums = tensors.scores = nullptr;
+      const auto results = [&](const problem& p, const mh_tensors& t) {
+        c.clear_outputs();
+        run(make_plan(p, *table, l2), t, exec_of(1));
+        return output_bits{std::string(c.out.memory.bytes())};
+      };
+      // Scores are natural ones then, so that scaling them rounds otherwise.
+      if (!c.p.has_output(MH_OUTPUT_SCORES)) CHECK(results(c.p, c.t) == results(alone, tensors));
+    }
+  }
+}
+
 TEST_CASE("a request has the same bits alone and in a batch") {
   for (const kernel_table* table : tables()) {
     for (const char* text :
