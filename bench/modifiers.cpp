@@ -1,5 +1,5 @@
-// What masks, modifiers and outputs besides the result cost: attention with each of them beside plain attention of the same shape, in turn, as speed
-// per attended pair. 1.00 = a pair costs what it costs without.
+// What masks, modifiers and outputs besides the result cost: attention with each of them beside plain attention of the same
+// shape, in turn, as speed per attended pair. 1.00 = a pair costs what it costs without.
 #include <getopt.h>
 #include <manyhead/manyhead.hpp>
 
@@ -66,6 +66,12 @@ std::vector<variant> variants_of(arrays& a, int64_t n) {
     p.inputs |= MH_INPUT_BIAS;
     t.bias = a.bias.data();
   };
+  const auto output = [](uint32_t bit, void* mh_tensors::* to, std::vector<float>& array) {
+    return [=, &array](mh_problem& p, mh_tensors& t) {
+      p.outputs |= bit;
+      t.*to = array.data();
+    };
+  };
   const auto for_all_heads = [n](int64_t* strides) {
     const int64_t all[] = {0, 0, n, 1};
     std::copy_n(all, 4, strides);
@@ -120,36 +126,11 @@ std::vector<variant> variants_of(arrays& a, int64_t n) {
          t.sinks = a.sinks.data();
        },
        square},
-      {"lse",
-       [&a](mh_problem& p, mh_tensors& t) {
-         p.outputs |= MH_OUTPUT_LSE;
-         t.lse = a.lse.data();
-       },
-       square},
-      {"weights",
-       [&a](mh_problem& p, mh_tensors& t) {
-         p.outputs |= MH_OUTPUT_WEIGHTS;
-         t.weights = a.pairs.data();
-       },
-       square},
-      {"weights, their mean",
-       [&a](mh_problem& p, mh_tensors& t) {
-         p.outputs |= MH_OUTPUT_MEAN_WEIGHTS;
-         t.mean_weights = a.pairs.data();
-       },
-       square},
-      {"weights, their column sums",
-       [&a](mh_problem& p, mh_tensors& t) {
-         p.outputs |= MH_OUTPUT_COLUMN_SUMS;
-         t.column_sums = a.pairs.data();
-       },
-       square},
-      {"scores",
-       [&a](mh_problem& p, mh_tensors& t) {
-         p.outputs |= MH_OUTPUT_SCORES;
-         t.scores = a.pairs.data();
-       },
-       square},
+      {"lse", output(MH_OUTPUT_LSE, &mh_tensors::lse, a.lse), square},
+      {"weights", output(MH_OUTPUT_WEIGHTS, &mh_tensors::weights, a.pairs), square},
+      {"weights, their mean", output(MH_OUTPUT_MEAN_WEIGHTS, &mh_tensors::mean_weights, a.pairs), square},
+      {"weights, their column sums", output(MH_OUTPUT_COLUMN_SUMS, &mh_tensors::column_sums, a.pairs), square},
+      {"scores", output(MH_OUTPUT_SCORES, &mh_tensors::scores, a.pairs), square},
   };
 }
 

@@ -248,8 +248,6 @@ void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec, const
     t.kept = kept + from * (p.is_f64() ? 8 : 4);
   };
 
-  // Tasks of a decode step in runs: each waits for the first rows of its keys, unless the one before asked for them.
-  const schedule order(plan, threads);
   const bool with_last = plan.last_rows > 0;
   kernel_call last;  // of a task's rows, those that take the decode route
   if (with_last) last = last_call(plan, c);
@@ -296,18 +294,21 @@ void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec, const
       t.clock = now.watched->clock_of(t);
       attend_and_weigh(t);
     });
+  } else {
+    // Tasks of a decode step in runs: each waits for the first rows of its keys, unless the one before asked for them.
+    const schedule order(plan, threads);
+    for_each(order.tasks(), threads, exec, watched, phase_count,
+             [&](const turn& now) {
+               kernel_task t = order.at(now.index);
+               t.scratch = slots + now.worker * slot_bytes;
+               const kernel_task following = now.next >= 0 ? order.at(now.next) : kernel_task{};
+               t.next = now.next >= 0 ? &following : nullptr;
+               t.clock = now.watched->clock_of(t);
+               if (plan.keeps == keeping::of_all) keep_of_all(t);
+               attend(t);
+             },
+             {step_of(plan, order.tasks(), threads), order.in_shares(), plan.kernel == route_decode});
   }
-  for_each(plan.keeps == keeping::of_task ? 0 : order.tasks(), threads, exec, watched, phase_count,
-           [&](const turn& now) {
-             kernel_task t = order.at(now.index);
-             t.scratch = slots + now.worker * slot_bytes;
-             const kernel_task following = now.next >= 0 ? order.at(now.next) : kernel_task{};
-             t.next = now.next >= 0 ? &following : nullptr;
-             t.clock = now.watched->clock_of(t);
-             if (plan.keeps == keeping::of_all) keep_of_all(t);
-             attend(t);
-           },
-           {step_of(plan, order.tasks(), threads), order.in_shares(), plan.kernel == route_decode});
   if (plan.chunks > 1) merge_chunks(plan, c, threads, exec, watched);
 
   if (plan.keeps == keeping::of_all) {

@@ -63,7 +63,8 @@ def test_masked_slots_may_hold_anything(seed):
     for x in (k, v):
         x[~by_head] = rng.choice(poison, (int((~by_head).sum()), x.shape[3])).astype(x.dtype)
     after = manyhead.attention(q, k, v, return_lse=True, return_weights=True, **options)
-    rounding = {"bf16": 2.0**-7, "f16": 2.0**-10}.get(dtype, 0)
+    has_unit = manyhead.isa() not in ("avx512", "avx2", "sse2", "neon")
+    rounding = {"bf16": 2.0**-7, "f16": 2.0**-10}.get(dtype, 0) if has_unit else 0
     for a, b in zip(before, after, strict=True):
         np.testing.assert_allclose(a.astype(float), b.astype(float), rtol=rounding, atol=rounding)
 
