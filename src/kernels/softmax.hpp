@@ -116,10 +116,19 @@ struct row_end {
   double top, total;
 };
 
+// a * b + c, rounded once where the instruction set can: left to themselves, compilers do so in one place and not in another,
+// and a row must end with the same bits wherever it does.
+MH_INLINE double multiply_add(double a, double b, double c) {
+#if defined(__FMA__) || defined(__aarch64__)
+  return __builtin_fma(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
 // top: the row's maximum in score units, a T; sum: of its weights, 0 for none; sink: natural units, -inf for none.
-// These two out of line: compilers join multiplying and adding here and there, and a row must end with the same bits wherever it does.
 template <class T>
-__attribute__((noinline)) row_end finish_row(T top, T sum, double exp_scale, double sink) {
+MH_INLINE row_end finish_row(T top, T sum, double exp_scale, double sink) {
   const bool has_keys = sum > 0 || sum != sum;
   const double sink2 = sink * 1.4426950408889634074;
   double high = static_cast<double>(top);
@@ -128,15 +137,15 @@ __attribute__((noinline)) row_end finish_row(T top, T sum, double exp_scale, dou
   if (sink2 > -__builtin_inf()) {
     if (!has_keys || sink2 > high * exp_scale) high = static_cast<double>(static_cast<T>(sink2 / exp_scale));
     share = has_keys ? ::exp2((static_cast<double>(top) - high) * exp_scale) : 0;
-    total = total * share + ::exp2(sink2 - high * exp_scale);
+    total = multiply_add(total, share, ::exp2(multiply_add(-high, exp_scale, sink2)));
   }
   if (total == 0) return {0, 0, 0};
   return {has_keys ? share / total : 0, high, total};
 }
 
-__attribute__((noinline, unused)) double lse_of(const row_end& e, double exp_scale, int32_t base) {
+MH_INLINE double lse_of(const row_end& e, double exp_scale, int32_t base) {
   if (e.total == 0) return -__builtin_inf();
-  const double lse = e.top * exp_scale + ::log2(e.total);
+  const double lse = multiply_add(e.top, exp_scale, ::log2(e.total));
   return base == MH_LSE_BASE2 ? lse : lse * 0.69314718055994530942;
 }
 
