@@ -62,7 +62,6 @@ constexpr int64_t split_rows = 128;  // at most this many rows per kv head and b
 constexpr int64_t split_keys = 512;  // of a chunk, up to whole tiles
 
 constexpr uint32_t of_kept_scores = MH_OUTPUT_WEIGHTS | MH_OUTPUT_MEAN_WEIGHTS | MH_OUTPUT_COLUMN_SUMS;
-bool has_second_pass(const problem& p) { return (p.outputs & (of_kept_scores | MH_OUTPUT_SCORES)) != 0; }
 
 int64_t dtype_bytes(int32_t dtype) { return dtype == MH_DTYPE_F64 ? 8 : dtype == MH_DTYPE_F32 ? 4 : 2; }
 
@@ -451,16 +450,15 @@ int64_t rows_kept(const plan& plan, int64_t l2_bytes) {
   return std::min(plan.block_q, rows >= panel ? rows / panel * panel : std::max(rows / least * least, least));
 }
 
-// Rows of a task that makes weights (plan.hpp: keeps). A block of rows is added up in column sums: the same blocks however the batch
-// makes scores be kept.
-int64_t rows_weighed(const plan& plan) {
+// Rows of a task that makes weights (plan.hpp: keeps), of so many panels where it makes their scores itself. A block of rows is
+// added up in column sums: the same blocks however the batch makes scores be kept.
+int64_t rows_weighed(const plan& plan, int64_t panels) {
   constexpr int64_t scores_of_task = 16384;
   const problem& p = plan.p;
   int64_t rows = plan.block_q;
   if (!p.has_output(MH_OUTPUT_COLUMN_SUMS)) {
     if (plan.keeps == keeping::of_all) rows = std::max<int64_t>(scores_of_task / std::max<int64_t>(p.kv_len, 1), 1);
-    if (plan.keeps == keeping::of_task)
-      rows = std::min(rows, plan.panel_rows * (plan.kernel == route_matrix || plan.copy_kv ? 4 : 2));
+    if (plan.keeps == keeping::of_task) rows = std::min(rows, plan.panel_rows * panels);
   }
   if (!means(p)) return rows;
   // Panels of a unit hold the same rows as without: one that is not finite is done again with those beside it.
@@ -628,7 +626,8 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cp
   }
   plan.row_blocks = blocks(whole_rows, plan.block_q);
   if (plan.keeps == keeping::of_task) plan.kept_rows = rows_kept(plan, l2_bytes) + plan.last_rows;
-  plan.weighed_rows = rows_weighed(plan);
+  plan.weighed_rows = rows_weighed(plan, matrix || plan.copy_kv ? 4 : 2);
+  plan.weighed_grain = rows_weighed(plan, 1);
   const bool by_blocks = plan.keeps == keeping::of_task || p.has_output(MH_OUTPUT_COLUMN_SUMS);
   plan.weighed_blocks = blocks(by_blocks ? whole_rows : rows, plan.weighed_rows);
 

@@ -57,6 +57,7 @@ struct plan {
   keeping keeps;
   int64_t kept_rows;
   int64_t weighed_rows, weighed_blocks;  // weighed_blocks: how many blocks of them a head has
+  int64_t weighed_grain;                 // where it is a task itself that does, it may have as few of them
   int64_t tasks;                         // of the first pass, of a row block, kv head and chunk each (schedule.hpp)
   double flops;  // of the attended pairs, 2 (head_dim + v_dim) each; lengths in memory are not known yet: as if full
   double bytes;  // of q, k, v, out, each read or written once
@@ -80,6 +81,7 @@ struct plan {
 
 // How long one thread takes, at rates that any core of the last ten years reaches: 40 GFLOP/s, 10 GB/s.
 double expected_us(double flops, double bytes);
+inline bool has_second_pass(const problem& p) { return (p.outputs & ~uint32_t{MH_OUTPUT_LSE}) != 0; }
 inline bool means(const problem& p) { return p.has_output(MH_OUTPUT_MEAN_WEIGHTS); }
 bool has_even_rows(const problem& p);  // all attend as many keys, lengths in memory apart
 

@@ -30,11 +30,13 @@ struct grain {
   int64_t panels, tasks_per_worker;
 };
 constexpr grain coarse{8, 2}, fine{4, 4};
-constexpr int64_t last_tasks_per_worker = 8;
+constexpr int64_t last_tasks_per_worker = 8, weighing_tasks_per_worker = 4;
 constexpr int64_t heads_of_share = 4;  // or more, and as many for all, where tasks of a head differ
 // What a row costs whatever its keys, as so many keys: packing Q, and dividing, transposing and storing the result.
 // Measured: 5 to 9 keys of size 64, 15 to 30 of size 128 (AVX-512 and AVX2).
 constexpr int64_t row_cost_keys = 16;
+// What making a weight costs, as so many pairs: 0.3 to 0.5 of head size 64 (docs/performance.md).
+constexpr double weight_cost = 0.4;
 // Beyond this many tasks they are not played through (tens of milliseconds), and the bound for any order is told.
 constexpr int64_t most_played = int64_t{1} << 18;
 
@@ -53,9 +55,33 @@ int64_t pieces_of(int64_t rows, int64_t piece_rows) { return std::max<int64_t>(b
 // Whether workers get as many of them each, within a twentieth.
 bool is_level(int64_t tasks, int64_t workers) { return blocks(tasks, workers) * workers * 20 <= tasks * 21; }
 
+bool last_rows_longest(const problem& p) { return p.causal || p.window_right >= 0; }
+
+// How many of the last heads' tasks are taken together, so that short ones come last.
+int64_t heads_together(const task_cut& c, int64_t workers) {
+  if (workers == 1 || c.head_tasks == 0) return 1;
+  return std::clamp<int64_t>(blocks(last_tasks_per_worker * workers, c.head_tasks), 1, std::max<int64_t>(c.heads, 1));
+}
+
+// Of tasks that make weights of the scores that they keep, each against all keys (plan.hpp: keeps).
+task_cut cut_to_weigh(const plan& plan, int64_t workers) {
+  task_cut c{};
+  c.together = means(plan.p) ? plan.p.kv_heads : 1;
+  c.entry_parts = plan.p.kv_heads / c.together;
+  c.heads = plan.p.batch * c.entry_parts;
+  const int64_t rows = plan.p.group() * plan.p.q_len - plan.last_rows;
+  c.piece_rows = plan.weighed_rows;
+  if (c.heads * plan.weighed_blocks < weighing_tasks_per_worker * workers) c.piece_rows = plan.weighed_grain;
+  c.head_pieces = c.head_tasks = blocks(rows, c.piece_rows);
+  c.last_longest = last_rows_longest(plan.p);
+  if (!has_even_rows(plan.p)) c.interleaved = heads_together(c, workers);
+  return c;
+}
+
 }  // namespace
 
 task_cut cut_for(const plan& plan, int64_t workers) {
+  if (plan.keeps == keeping::of_task) return cut_to_weigh(plan, workers);
   task_cut c{};
   const int64_t kv_heads = plan.entry_heads;
   const int64_t parts_per_worker = plan.turns ? 1 : heads_per_worker;
@@ -92,7 +118,7 @@ task_cut cut_for(const plan& plan, int64_t workers) {
   const bool brings_tiles = plan.kernel == route_matrix || plan.copy_kv;
   cut(workers == 1 ? block_panels : brings_tiles ? together(coarse) : fair);
   if (workers > 1 && brings_tiles && !is_level(c.heads * c.head_tasks, workers)) cut(together(fine));
-  c.last_longest = plan.p.causal || plan.p.window_right >= 0;
+  c.last_longest = last_rows_longest(plan.p);
   const bool even = has_even_rows(plan.p);
   c.in_shares = workers > 1 && workers >= plan.share_threads &&
                 (even || (c.heads >= heads_of_share * workers && is_level(c.heads, workers)));
@@ -100,9 +126,7 @@ task_cut cut_for(const plan& plan, int64_t workers) {
     return even && plan.block_q % c.piece_rows == 0 && rows % c.piece_rows == 0 &&
            (plan.chunks <= 1 || plan.p.kv_len % plan.chunk_keys == 0);
   };
-  if (workers > 1 && c.head_tasks > 0 && !alike() && (even || !c.in_shares))
-    c.interleaved =
-        std::clamp<int64_t>(blocks(last_tasks_per_worker * workers, c.head_tasks), 1, std::max<int64_t>(c.heads, 1));
+  if (!alike() && (even || !c.in_shares)) c.interleaved = heads_together(c, workers);
   return c;
 }
 
@@ -128,9 +152,16 @@ void schedule::put_rows(int64_t position, kernel_task& t) const {
     t.row_end = all_rows;
     return;
   }
-  t.chunk = plan_.chunks > 1 ? position % plan_.chunks : 0;
-  int64_t piece = plan_.chunks > 1 ? position / plan_.chunks : position;
+  const int64_t chunks = plan_.keeps == keeping::of_task ? 1 : plan_.chunks;
+  t.chunk = chunks > 1 ? position % chunks : 0;
+  int64_t piece = chunks > 1 ? position / chunks : position;
   if (cut_.last_longest) piece = cut_.head_pieces - 1 - piece;
+  if (plan_.keeps == keeping::of_task) {
+    t.row_block = piece;
+    t.row_begin = piece * cut_.piece_rows;
+    t.row_end = piece + 1 < cut_.head_pieces ? t.row_begin + cut_.piece_rows : all_rows;
+    return;
+  }
   t.row_block = plan_.row_blocks > 1 ? std::min(piece / cut_.block_pieces, plan_.row_blocks - 1) : 0;
   piece -= t.row_block * cut_.block_pieces;
   const int64_t block_begin = t.row_block * plan_.block_q;
@@ -168,7 +199,9 @@ double schedule::cost_of(int64_t position) const {
   put_rows(position, t);
   const problem& p = plan_.p;
   const int64_t panel = plan_.panel_rows, lanes = plan_.lanes();
-  const int64_t chunk_begin = t.chunk * plan_.chunk_keys, chunk_end = chunk_begin + plan_.chunk_keys;
+  const bool weighs = plan_.keeps == keeping::of_task;
+  const int64_t chunk_begin = weighs ? 0 : t.chunk * plan_.chunk_keys;
+  const int64_t chunk_end = weighs ? p.kv_len : chunk_begin + plan_.chunk_keys;
   const int64_t last = t.row_end == p.group() * p.q_len ? plan_.last_rows : 0, whole = t.row_end - last;
   double cost = 0;
   for (int64_t row = t.row_begin; row < t.row_end;) {
@@ -179,6 +212,7 @@ double schedule::cost_of(int64_t position) const {
     const double rows =
         row < whole ? static_cast<double>(blocks(end - row, lanes) * lanes) : 1.5 * static_cast<double>(last);
     cost += rows * static_cast<double>(std::max<int64_t>(keys, 0) + row_cost_keys);
+    if (weighs) cost += weight_cost * static_cast<double>((end - row) * p.kv_len);
     row = end;
   }
   return cost;

@@ -128,12 +128,12 @@ int64_t step_of(const plan& plan, int64_t tasks, int64_t threads) {
                              std::max<int64_t>(1, static_cast<int64_t>(std::min(most, 1e6))));
 }
 
-// Tasks of rows of a kv head, or of all kv heads of a batch entry: `blocks` of them each.
+// Tasks of a pass after the first: `blocks` of the rows of a kv head, or of all kv heads of a batch entry.
 int64_t row_tasks(const plan& plan, int64_t row_blocks, bool all_heads) {
   return plan.p.batch * row_blocks * (all_heads ? 1 : plan.p.kv_heads);
 }
 int64_t weights_tasks(const plan& plan) {
-  return plan.keeps == keeping::nothing ? 0 : row_tasks(plan, plan.weighed_blocks, means(plan.p));
+  return plan.keeps == keeping::of_all ? row_tasks(plan, plan.weighed_blocks, means(plan.p)) : 0;
 }
 int64_t scores_blocks(const plan& plan) { return blocks(plan.p.group() * plan.p.q_len, scores_block_q(plan)); }
 int64_t scores_tasks(const plan& plan) {
@@ -196,6 +196,137 @@ void add_columns(const kernel_call& c, const problem& p, Real* sums, int64_t hea
   }
 }
 
+// What the tasks of a run share.
+struct job {
+  const plan& p;
+  const dtype_kernels& kernels;
+  char* kept;   // scores of all rows
+  char* slots;  // scratch, of each worker slot_bytes
+  int64_t slot_bytes;
+  kernel_call c;
+  const kernel_call* last;  // what the plan's last_rows are told
+
+  void* slot(int64_t worker) const { return slots + worker * slot_bytes; }
+
+  void attend(kernel_task& t) const {
+    if (p.last_rows > 0 && t.row_end == c.rows) return attend_with_last(t);
+    kernels.attention[p.kernel](&c, &t);
+  }
+
+  // Out of line what few runs need: the others' code stays short, a task of theirs may take 50 ns.
+  __attribute__((noinline)) void attend_with_last(kernel_task t) const {
+    t.row_end -= p.last_rows;
+    kernels.attention[p.kernel](&c, &t);
+    t.row_begin = t.row_end;
+    t.row_end = c.rows;
+    t.next = nullptr;
+    kernels.attention[route_decode](last, &t);
+  }
+
+  // Where scores of a task's heads are, of those kept of all rows.
+  void keep_of_all(kernel_task& t) const {
+    t.kept_head = c.rows * c.kept_pitch;
+    const int64_t from = (t.batch * c.kv_heads + t.kv_head_begin) * t.kept_head;
+    t.kept = kept + from * (p.p.is_f64() ? 8 : 4);
+  }
+
+  // Task `now` of row_tasks. All blocks but the last, which may have more or fewer, are of block_q rows.
+  kernel_task rows_at(const turn& now, int64_t block_q, int64_t row_blocks, bool all_heads) const {
+    kernel_task t{};
+    t.scratch = slot(now.worker);
+    const int64_t i = now.index / row_blocks;
+    t.row_block = now.index % row_blocks;
+    t.row_begin = t.row_block * block_q;
+    t.row_end = t.row_block + 1 < row_blocks ? t.row_begin + block_q : c.rows;
+    t.kv_head_begin = all_heads ? 0 : i % p.p.kv_heads;
+    t.kv_head_end = all_heads ? p.p.kv_heads : t.kv_head_begin + 1;
+    t.batch = all_heads ? i : i / p.p.kv_heads;
+    return t;
+  }
+
+  // Those of a block of rows begin at 0.
+  void clear_columns(const kernel_task& t) const {
+    if (p.column_bytes == 0) return;
+    const int64_t bytes = c.kv_len * (p.p.is_f64() ? 8 : 4);
+    for (int64_t head = t.kv_head_begin * c.group; head < t.kv_head_end * c.group; ++head) {
+      const int64_t block = (t.batch * c.heads + head) * c.row_blocks + t.row_block;
+      std::memset(static_cast<char*>(c.column_partials) + block * bytes, 0, static_cast<size_t>(bytes));
+    }
+  }
+
+  // Head after head, and so many rows after others, as their scores are kept.
+  __attribute__((noinline)) void attend_and_weigh(const kernel_task& all) const {
+    clear_columns(all);
+    kernel_task t = all;
+    t.kept = static_cast<char*>(t.scratch) + p.kept_at;
+    t.next = nullptr;
+    const int64_t whole_end = all.row_end == c.rows ? c.rows - p.last_rows : all.row_end;
+    for (; t.kv_head_begin < all.kv_head_end; ++t.kv_head_begin) {
+      t.kv_head_end = t.kv_head_begin + 1;
+      for (t.row_begin = all.row_begin; t.row_begin < all.row_end; t.row_begin = t.row_end) {
+        t.row_end = t.row_begin + p.kept_rows - p.last_rows;
+        if (t.row_end >= whole_end) t.row_end = all.row_end;
+        t.kept_first = t.row_begin;
+        for (t.chunk = 0; t.chunk < p.chunks; ++t.chunk) attend(t);
+        kernels.weights(&c, &t);
+      }
+    }
+  }
+
+  __attribute__((noinline)) void attend_and_keep(kernel_task& t) const {
+    if (p.keeps == keeping::of_task) return attend_and_weigh(t);
+    keep_of_all(t);
+    attend(t);
+  }
+};
+
+void first_pass(const job& j, int64_t threads, const mh_exec& exec, const watched_call& watched) {
+  const plan& plan = j.p;
+  const schedule order(plan, threads);
+  // Tasks of a decode step in runs: each waits for the first rows of its keys, unless the one before asked for them.
+  const dealing how{step_of(plan, order.tasks(), threads), order.in_shares(), plan.kernel == route_decode};
+  for_each(
+      order.tasks(), threads, exec, watched, phase_count,
+      [&](const turn& now) {
+        kernel_task t = order.at(now.index);
+        t.scratch = j.slot(now.worker);
+        const kernel_task following = now.next >= 0 ? order.at(now.next) : kernel_task{};
+        t.next = now.next >= 0 ? &following : nullptr;
+        t.clock = now.watched->clock_of(t);
+        plan.keeps == keeping::nothing ? j.attend(t) : j.attend_and_keep(t);
+      },
+      how);
+}
+
+// What outputs besides lse take after the first pass.
+__attribute__((noinline)) void later_passes(const job& j, void* column_sums, int64_t threads, const mh_exec& exec,
+                                            const watched_call& watched) {
+  const plan& plan = j.p;
+  const problem& p = plan.p;
+  for_each(weights_tasks(plan), threads, exec, watched, phase_weights, [&](const turn& now) {
+    kernel_task t = j.rows_at(now, plan.weighed_rows, plan.weighed_blocks, means(p));
+    j.keep_of_all(t);
+    j.clear_columns(t);
+    j.kernels.weights(&j.c, &t);
+  });
+  if (p.has_output(MH_OUTPUT_SCORES)) {
+    const kernel_call scores = scores_call(plan, j.c);
+    for_each(scores_tasks(plan), threads, exec, watched, phase_weights, [&](const turn& now) {
+      const kernel_task t = j.rows_at(now, scores_block_q(plan), scores_blocks(plan), false);
+      j.kernels.scores(&scores, &t);
+    });
+  }
+  if (p.has_output(MH_OUTPUT_COLUMN_SUMS)) {
+    for_each(p.batch * p.heads, threads, exec, watched, phase_weights, [&](const turn& now) {
+      if (p.is_f64()) {
+        add_columns(j.c, p, static_cast<double*>(column_sums), now.index);
+      } else {
+        add_columns(j.c, p, static_cast<float*>(column_sums), now.index);
+      }
+    });
+  }
+}
+
 }  // namespace
 
 int32_t thread_count(const plan& plan, int32_t threads) {
@@ -211,130 +342,25 @@ int64_t workspace_bytes(const plan& plan, int32_t threads) {
 
 void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec, const watched_call* within) {
   const default_fp_state fp;
-  const problem& p = plan.p;
-  const dtype_kernels& kernels = plan.table->dtype[p.dtype];
-
   const int64_t threads =
       plan.is_short() ? 1 : std::min<int64_t>(thread_count(plan, exec.threads), usable_threads(exec));
   workspace memory(workspace_bytes(plan, exec.threads), exec);
   const watched_call watched(plan, threads, within);
   const auto some = [&](int64_t bytes) { return bytes > 0 ? memory.take(bytes) : nullptr; };
-  kernel_call c = plan.call;
+  kernel_call last;
+  job j{plan,    plan.table->dtype[plan.p.dtype],  some(plan.kept_bytes),
+        nullptr, round_up(plan.scratch_bytes, 64), plan.call,
+        &last};
+  kernel_call& c = j.c;
   set_tensors(c, tensors);
   c.partial_out = some(plan.partial_out_bytes);
   c.partial_states = reinterpret_cast<double*>(some(plan.partial_state_bytes));
   c.column_partials = some(plan.column_bytes);
-  char* const kept = some(plan.kept_bytes);
-  char* const slots = memory.take(0);
-  const int64_t slot_bytes = round_up(plan.scratch_bytes, 64);
-
-  // One of row_tasks. All blocks but the last, which may have more or fewer, are of block_q rows.
-  const auto rows_at = [&](const turn& now, int64_t block_q, int64_t row_blocks, bool all_heads) {
-    kernel_task t{};
-    t.scratch = slots + now.worker * slot_bytes;
-    const int64_t i = now.index / row_blocks;
-    t.row_block = now.index % row_blocks;
-    t.row_begin = t.row_block * block_q;
-    t.row_end = t.row_block + 1 < row_blocks ? t.row_begin + block_q : c.rows;
-    t.kv_head_begin = all_heads ? 0 : i % p.kv_heads;
-    t.kv_head_end = all_heads ? p.kv_heads : t.kv_head_begin + 1;
-    t.batch = all_heads ? i : i / p.kv_heads;
-    return t;
-  };
-  // Where scores of a task's heads are, of those kept of all rows.
-  const auto keep_of_all = [&](kernel_task& t) {
-    t.kept_head = c.rows * c.kept_pitch;
-    const int64_t from = (t.batch * p.kv_heads + t.kv_head_begin) * t.kept_head;
-    t.kept = kept + from * (p.is_f64() ? 8 : 4);
-  };
-
-  const bool with_last = plan.last_rows > 0;
-  kernel_call last;  // of a task's rows, those that take the decode route
-  if (with_last) last = last_call(plan, c);
-  const auto attend = [&](kernel_task t) {
-    const bool has_last = with_last && t.row_end == c.rows;
-    if (has_last) t.row_end -= plan.last_rows;
-    kernels.attention[plan.kernel](&c, &t);
-    if (!has_last) return;
-    t.row_begin = t.row_end;
-    t.row_end = c.rows;
-    t.next = nullptr;
-    kernels.attention[route_decode](&last, &t);
-  };
-  // Those of a block of rows begin at 0.
-  const int64_t sums_bytes = c.kv_len * (p.is_f64() ? 8 : 4);
-  const auto clear_columns = [&](const kernel_task& t) {
-    if (plan.column_bytes == 0) return;
-    for (int64_t head = t.kv_head_begin * c.group; head < t.kv_head_end * c.group; ++head) {
-      const int64_t block = (t.batch * c.heads + head) * c.row_blocks + t.row_block;
-      std::memset(static_cast<char*>(c.column_partials) + block * sums_bytes, 0, static_cast<size_t>(sums_bytes));
-    }
-  };
-  // Head after head, and so many rows after others, as their scores are kept.
-  const auto attend_and_weigh = [&](const kernel_task& all) {
-    clear_columns(all);
-    kernel_task t = all;
-    t.kept = static_cast<char*>(t.scratch) + plan.kept_at;
-    t.next = nullptr;
-    const int64_t whole_end = all.row_end == c.rows ? c.rows - plan.last_rows : all.row_end;
-    for (; t.kv_head_begin < all.kv_head_end; ++t.kv_head_begin) {
-      t.kv_head_end = t.kv_head_begin + 1;
-      for (t.row_begin = all.row_begin; t.row_begin < all.row_end; t.row_begin = t.row_end) {
-        t.row_end = t.row_begin + plan.kept_rows - plan.last_rows;
-        if (t.row_end >= whole_end) t.row_end = all.row_end;
-        t.kept_first = t.row_begin;
-        for (t.chunk = 0; t.chunk < plan.chunks; ++t.chunk) attend(t);
-        kernels.weights(&c, &t);
-      }
-    }
-  };
-  if (plan.keeps == keeping::of_task) {
-    for_each(weights_tasks(plan), threads, exec, watched, phase_count, [&](const turn& now) {
-      kernel_task t = rows_at(now, plan.weighed_rows, plan.weighed_blocks, means(p));
-      t.clock = now.watched->clock_of(t);
-      attend_and_weigh(t);
-    });
-  } else {
-    // Tasks of a decode step in runs: each waits for the first rows of its keys, unless the one before asked for them.
-    const schedule order(plan, threads);
-    for_each(order.tasks(), threads, exec, watched, phase_count,
-             [&](const turn& now) {
-               kernel_task t = order.at(now.index);
-               t.scratch = slots + now.worker * slot_bytes;
-               const kernel_task following = now.next >= 0 ? order.at(now.next) : kernel_task{};
-               t.next = now.next >= 0 ? &following : nullptr;
-               t.clock = now.watched->clock_of(t);
-               if (plan.keeps == keeping::of_all) keep_of_all(t);
-               attend(t);
-             },
-             {step_of(plan, order.tasks(), threads), order.in_shares(), plan.kernel == route_decode});
-  }
+  j.slots = memory.take(0);
+  if (plan.last_rows > 0) last = last_call(plan, c);
+  first_pass(j, threads, exec, watched);
   if (plan.chunks > 1) merge_chunks(plan, c, threads, exec, watched);
-
-  if (plan.keeps == keeping::of_all) {
-    for_each(weights_tasks(plan), threads, exec, watched, phase_weights, [&](const turn& now) {
-      kernel_task t = rows_at(now, plan.weighed_rows, plan.weighed_blocks, means(p));
-      keep_of_all(t);
-      clear_columns(t);
-      kernels.weights(&c, &t);
-    });
-  }
-  if (p.has_output(MH_OUTPUT_SCORES)) {
-    const kernel_call scores = scores_call(plan, c);
-    for_each(scores_tasks(plan), threads, exec, watched, phase_weights, [&](const turn& now) {
-      const kernel_task t = rows_at(now, scores_block_q(plan), scores_blocks(plan), false);
-      kernels.scores(&scores, &t);
-    });
-  }
-  if (p.has_output(MH_OUTPUT_COLUMN_SUMS)) {
-    for_each(p.batch * p.heads, threads, exec, watched, phase_weights, [&](const turn& now) {
-      if (p.is_f64()) {
-        add_columns(c, p, static_cast<double*>(tensors.column_sums), now.index);
-      } else {
-        add_columns(c, p, static_cast<float*>(tensors.column_sums), now.index);
-      }
-    });
-  }
+  if (has_second_pass(plan.p)) later_passes(j, tensors.column_sums, threads, exec, watched);
 }
 
 void parallel_for(int64_t n, int64_t workers, const mh_exec& exec, const watched_call& watched, phase what, item_fn fn,

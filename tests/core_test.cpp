@@ -16,6 +16,7 @@
 #include <functional>
 #include <map>
 #include <new>
+#include <numeric>
 #include <set>
 #include <sstream>
 #include <string>
@@ -688,6 +689,49 @@ TEST_CASE("on few threads heads come one after another, the longest task of each
   for (int64_t i = 1; i < order.tasks(); ++i) {
     const kernel_task before = order.at(i - 1), task = order.at(i);
     CHECK((task.kv_head_begin > before.kv_head_begin || task.row_end == before.row_begin));
+  }
+}
+
+TEST_CASE("tasks that make weights cover each row once, and of means whole queries of all heads") {
+  for (const kernel_table* table : tables()) {
+    for (const char* text :
+         {"f32 b2 h6/3 q300 kv2500 d64 weights", "f32 b2 h6/2 q1300 kv1300 d64 causal meanw",
+          "f32 b1 h71/1 q50 kv2500 d16 meanw", "f32 b2 h6/3 q301 kv2500 d64 colsums",
+          "bf16 b2 h6/2 q2330 kv2330 d64 causal meanw", "f64 b1 h7 q2001 kv2001 d64 causal weights"}) {
+      const plan plan = make_plan(problem_of(text), *table, l2);
+      const problem& p = plan.p;
+      REQUIRE(plan.keeps == keeping::of_task);
+      const int64_t rows = p.group() * p.q_len;
+      int64_t tasks = 0;
+      for (const int64_t workers : {1, 2, 16, 1000}) {
+        INFO(std::string(text), " ", std::string(table->isa), " ", workers);
+        const schedule order(plan, workers);
+        CHECK(order.tasks() >= tasks);
+        tasks = order.tasks();
+        std::vector<int> done(static_cast<size_t>(p.batch * p.kv_heads * rows));
+        for (int64_t i = 0; i < tasks; ++i) {
+          const kernel_task t = order.at(i);
+          REQUIRE((t.batch >= 0 && t.batch < p.batch && t.chunk == 0));
+          REQUIRE((t.row_begin >= 0 && t.row_begin < t.row_end && t.row_end <= rows));
+          const int64_t heads = t.kv_head_end - t.kv_head_begin;
+          CHECK(heads == (means(p) ? p.kv_heads : 1));
+          if (means(p)) CHECK((t.row_begin % p.group() == 0 && t.row_end % p.group() == 0));
+          if (p.has_output(MH_OUTPUT_COLUMN_SUMS)) CHECK(t.row_block == t.row_begin / plan.weighed_rows);
+          for (int64_t head = t.kv_head_begin; head < t.kv_head_end; ++head)
+            for (int64_t row = t.row_begin; row < t.row_end; ++row)
+              ++done[static_cast<size_t>((t.batch * p.kv_heads + head) * rows + row)];
+        }
+        CHECK(std::all_of(done.begin(), done.end(), [](int n) { return n == 1; }));
+        const std::vector<double> costs = order.costs();
+        CHECK(costs.size() == static_cast<size_t>(tasks));
+        const double sum = std::accumulate(costs.begin(), costs.end(), 0.0);
+        if (p.causal) CHECK(costs.back() * static_cast<double>(tasks) < sum);  // short ones come last
+        CHECK(order.balance() >= 1);
+      }
+      // More of them for many workers, but where a block's rows are added up.
+      CHECK((tasks > schedule(plan, 1).tasks()) == (plan.weighed_grain < plan.weighed_rows));
+      if (p.has_output(MH_OUTPUT_COLUMN_SUMS)) CHECK(plan.weighed_grain == plan.weighed_rows);
+    }
   }
 }
 
