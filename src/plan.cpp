@@ -138,8 +138,8 @@ bool has_heads_for(how_unit_steps how, const problem& p) {
 // 1.36 to 1.72, 24 rows 1.19 to 1.28, 28 rows 1.02 to 1.08, 32 rows 0.91 to 0.98. From memory 3 rows and more 1.0 to 1.8, but 1
 // and 2 rows 0.8 to 1.0, from L3 1.05 to 1.2: lines asked for come too late then (docs/experiments.md). Heads that are not a
 // multiple of 32, of which some is multiplied with zeros (40 to 112): 1 to 8 rows and 24 keys and more 1.0 to 1.6, 16 keys 0.94
-// to 1.17, 8 and 12 keys 0.84 to 1.1; beside the matrix route 12 and 20 rows 1.0 (40) to 1.3, 24 rows 0.84 to 1.1. Unmeasured
-// on Zen 5, where VDPBF16PS is as much faster than multiply-adds.
+// to 1.17, 8 and 12 keys 0.84 to 1.1; beside the matrix route 12 and 20 rows 1.0 (40) to 1.3, 24 rows 0.84 to 1.1. On
+// Zen 5 one row 0.9 to 1.25, two 0.87 to 1.05, three and four 1.05 to 1.35, six to 12 1.3 to 1.5, 16 to 28 1.6 to 1.95.
 bool steps_by_pairs(const problem& p) {
   constexpr int64_t few_keys = 16;
   const bool whole = has_whole_steps(p);
@@ -273,9 +273,11 @@ bool comes_unasked(cpu_core core, const problem& p, int64_t lanes_of_f32, double
   }
 }
 
+bool has_rows_in_order(const problem& p) { return p.k_strides[2] == p.head_dim && p.v_strides[2] == p.v_dim; }
+
 // Whether kernels with AVX-512 ask for K with K and for V with V. (16 bits and others never do: decode.hpp, may_ask_own.)
 bool asks_for_own(cpu_core core, const problem& p, double l3s) {
-  if (p.k_strides[2] != p.head_dim || p.v_strides[2] != p.v_dim) return false;
+  if (!has_rows_in_order(p)) return false;
   const int64_t rows = p.group() * p.q_len;
   const bool large = std::max(p.head_dim, p.v_dim) * dtype_bytes(p.dtype) > 256, as_four = rows == 3 || rows == 4;
   return core == cpu_core::zen5 || (core == cpu_core::intel && l3s <= 1 / 3.0 && !(large && as_four));
@@ -525,6 +527,8 @@ kernel_call make_call(const plan& plan, const problem& p) {
   c.asks_own = plan.asks_own;
   c.adds_rows = plan.adds_rows;
   c.asks_l1 = plan.asks_l1;
+  c.asks_in_order = plan.asks_in_order;
+  c.whole_v_rows = plan.whole_v_rows;
   c.turns = plan.turns;
   c.unit_steps = plan.unit_steps;
   c.unit_keys = most_keys_on_unit(plan.p, plan.table->dtype[p.dtype]);
@@ -595,8 +599,12 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cp
   plan.prefetch = !unasked && l2s > (arithmetic ? 1 : 4);
   plan.asks_own = asks_for_own(core, p, l3s);
   plan.adds_rows = adds_rows(core, plan);
-  // Nor where tiles are larger than L1 (decode_keys).
-  plan.asks_l1 = core != cpu_core::zen4 && !(plan.unit_steps && rows <= 2);
+  const bool zen5 = core == cpu_core::zen5;
+  const bool zen5_memory = zen5 && l3s > 0.5;
+  // Nor where tiles are larger than L1 (decode_keys), but on Zen 5 from memory: 1.15 to 1.2 times as fast.
+  plan.asks_l1 = core != cpu_core::zen4 && (zen5_memory || !(plan.unit_steps && rows <= 2));
+  plan.asks_in_order = zen5 && rows <= 4 && has_rows_in_order(p);
+  plan.whole_v_rows = rows <= 4 && (dtype_bytes(p.dtype) == 2 ? zen5_memory && plan.unit_steps : plan.asks_own);
   const bool matrix = plan.kernel == route_matrix;
   plan.panel_rows = matrix ? matrix_rows : table.panel_rows[f64];
   const std::optional<problem> one = plan.kernel == route_decode && !has_second_pass(p) ? joined(p) : std::nullopt;

@@ -47,6 +47,8 @@ struct plan {
   bool prefetch;                 // rows of K, V, Q and out are asked for ahead of need
   bool asks_own;                 // decode does with K for K, with V for V
   bool asks_l1;                  // and of rows in 16 bits, into L1
+  bool asks_in_order;            // line after line, not row beside row
+  bool whole_v_rows;             // four rows read V twice, not by halves of its rows
   bool adds_rows;                // 3 rows more than whole fours are done as four
   bool unit_steps;               // decode steps multiply on the matrix unit, of up to call.unit_keys keys
   bool turns;                    // the kv heads of a decode step's task take turns, a few keys each

@@ -316,14 +316,16 @@ TEST_CASE("one row and two decode with larger tiles, as far as a tile of K goes 
     const int64_t keys = plan.unit_steps ? std::min<int64_t>(4 * x.keys, 256) : x.keys;
     if (plan.kernel == route_decode) CHECK_MESSAGE(plan.block_kv == keys, x.line << ": " << plan.block_kv);
   }
-  // By pairs a tile of K may have four times the bytes, and is asked for into L2.
+  // By pairs a tile of K may have four times the bytes, and is asked for into L2, but by Zen 5 from memory.
   for (const kernel_table* table : tables()) {
     const bool by_pairs = table->dtype[MH_DTYPE_BF16].unit_steps == steps_of_pairs;
     for (const cpu_core core : {cpu_core::zen4, cpu_core::zen5, cpu_core::other}) {
       const auto plan_for = [&](const char* line) { return make_plan(problem_of(line), *table, l2, core); };
       const plan one = plan_for("bf16 b1 h8 q1 kv4000 d128"), two = plan_for("bf16 b1 h8 q2 kv4000 d256");
       CHECK((one.block_kv == (by_pairs ? 256 : 64) && two.block_kv == (by_pairs ? 128 : 64)));
-      CHECK(one.asks_l1 == (core != cpu_core::zen4 && !by_pairs));
+      CHECK(one.asks_l1 == (core == cpu_core::zen5 || (core != cpu_core::zen4 && !by_pairs)));
+      const plan from_l3 = make_plan(one.p, *table, l2, core, int64_t{1} << 30);
+      CHECK(from_l3.asks_l1 == (core != cpu_core::zen4 && !by_pairs));
       CHECK(plan_for("bf16 b1 h8 q3 kv4000 d128").asks_l1 == (core != cpu_core::zen4));
       CHECK(plan_for("f16 b1 h8 q1 kv4000 d128").block_kv == 64);
     }
@@ -419,6 +421,29 @@ TEST_CASE("cores that bring rows better when asked otherwise are") {
   CHECK(!asks_own("f32 b2 h4/1 q1 kv2048 d128", zen4));
   CHECK(!asks_own("f32 b2 h4/1 q1 kv2048 d128", other));
   CHECK(!asks_own("f32 b2 h4/2 q1 kv2048 d128 bshd", zen5));  // rows of other heads lie between
+  const auto in_order = [](const char* line, cpu_core core) {
+    return make_plan(problem_of(line), current_isa(), l2, core).asks_in_order;
+  };
+  for (const char* dtype : {"f32", "bf16", "f16"}) {
+    CHECK(in_order((dtype + std::string(" b2 h4/1 q1 kv2048 d128")).c_str(), zen5));
+    CHECK(
+        !in_order((dtype + std::string(" b2 h5/1 q1 kv2048 d128")).c_str(), zen5));  // a line would be asked for twice
+    CHECK(!in_order((dtype + std::string(" b2 h4/2 q1 kv2048 d128 bshd")).c_str(), zen5));
+    for (const cpu_core core : {zen4, intel, other})
+      CHECK(!in_order((dtype + std::string(" b2 h4/1 q1 kv2048 d128")).c_str(), core));
+  }
+  for (const kernel_table* table : tables()) {
+    const bool by_pairs = table->dtype[MH_DTYPE_BF16].unit_steps == steps_of_pairs;
+    const auto whole_v_rows = [&](const char* line, cpu_core core, int64_t l3) {
+      return make_plan(problem_of(line), *table, l2, core, l3).whole_v_rows;
+    };
+    CHECK(whole_v_rows("bf16 b2 h4/1 q1 kv2048 d128", zen5, l2) == by_pairs);
+    CHECK(!whole_v_rows("bf16 b2 h4/1 q1 kv2048 d128", zen5, 64 * l2));
+    CHECK(!whole_v_rows("bf16 b2 h5/1 q1 kv2048 d128", zen5, l2));
+    CHECK(!whole_v_rows("bf16 b2 h4/1 q1 kv2048 d128", zen4, l2));
+    CHECK(whole_v_rows("f32 b2 h4/1 q1 kv2048 d128", zen5, l2));
+    CHECK(!whole_v_rows("f32 b2 h4/1 q1 kv2048 d128", zen4, l2));
+  }
   // Intel: in a third of L3 alone, and not for passes of four long rows.
   constexpr int64_t mb = 1 << 20;
   const auto on_intel = [](const char* line, int64_t l3) {

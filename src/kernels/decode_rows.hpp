@@ -37,6 +37,24 @@ MH_INLINE void ask(const char* p) {
   __builtin_prefetch(p, 0, For == asks::other_l1 || For == asks::own ? 3 : 2);
 }
 
+// The next lines of N rows, N at a time: of rows without gaps in the order of memory where kernel_call.asks_in_order, else one of each
+// row.
+template <int N>
+struct asked_rows {
+  const char* at;
+  int64_t apart;  // from a line to the next
+  int64_t back;   // from behind the N-th to the first of the next N
+  MH_INLINE asked_rows(const kernel_call& c, soon rows)
+      : at(rows.base), apart(c.asks_in_order ? 64 : rows.stride), back(c.asks_in_order ? 0 : 64 - N * rows.stride) {}
+  template <asks For>
+  MH_INLINE void ask_line() {
+    ask<For>(at);
+    at += apart;
+    asm volatile("" : "+r"(at));
+  }
+  MH_INLINE void go_back() { at += back; }
+};
+
 template <class D>
 struct step_rows {
   using T = typename D::real;

@@ -40,14 +40,17 @@ struct step_scores : step_rows<D> {
     vec<T> acc[R * K];
 #pragma GCC unroll 16
     for (int i = 0; i < R * K; ++i) acc[i] = vec<T>(T(0));
+    asked_rows<K> asked(c, next);
+    const auto ask_lines = [&]() MH_INLINE_LAMBDA {
+#pragma GCC unroll 16
+      for (int i = 0; i < K; ++i) asked.template ask_line<For>();
+      asked.go_back();
+    };
     int64_t d = 0;
     for (; d < k_pairs; d += 2 * w) {
 #pragma GCC unroll 2
       for (int64_t b = 0; For != asks::nothing && b < 2 * w * size; b += 64) {
-        if (2 * w * size < 64 && d * size % 64 != 0) break;
-        const char* p = next.base + d * size + b;
-#pragma GCC unroll 16
-        for (int i = 0; i < K; ++i, p += next.stride) ask<For>(p);
+        if (2 * w * size >= 64 || d * size % 64 == 0) ask_lines();
       }
       if constexpr (K < R) {  // keys in registers
         vec<T> y[K][2];
@@ -82,8 +85,7 @@ struct step_scores : step_rows<D> {
       }
     }
     for (; d < k_dim; d += w) {
-#pragma GCC unroll 16
-      for (int i = 0; For != asks::nothing && i < K; ++i) ask<For>(next.base + i * next.stride + d * size);
+      if (For != asks::nothing && d * size % 64 == 0) ask_lines();
       const auto add = [&](int64_t q_dim, int64_t dim, auto kept) MH_INLINE_LAMBDA {
         vec<T> x[R];
 #pragma GCC unroll 8
@@ -143,16 +145,17 @@ struct step_scores : step_rows<D> {
       for (int i = 0; i < some; ++i) each[i] = k.from(have_all ? 0 : min_of(first + i, keys - 1)).base;
       const auto key = [&](int i) MH_INLINE_LAMBDA { return have_all ? four[i / 4] + i % 4 * stride : each[i]; };
       const uint32_t* of_q = reinterpret_cast<const uint32_t*>(q) + r * (k_dim / 2);
-      soon asked = next.from(first);
+      asked_rows<some> asked(c, next.from(first));
       for (int64_t d = 0, end = k_dim - (last_back > 0 ? 2 * w : 0);; end = k_dim) {
         do {
 #pragma GCC unroll 8
           for (int n = 0; n < R; ++n, of_q += w) {
-            if constexpr (For != asks::nothing) {  // an R-th of the lines
+            if (For != asks::nothing && (2 * w * 2 >= 64 || d * 2 % 64 == 0)) {  // an R-th of the lines
 #pragma GCC unroll 8
               for (int i = 0; i < some; ++i) {
-                if ((2 * w * 2 >= 64 || d * 2 % 64 == 0) && i * R / some == n) ask<For>(asked.base + i * asked.stride);
+                if (i * R / some == n) asked.template ask_line<For>();
               }
+              if (n + 1 == R) asked.go_back();
             }
             const word_vec x = word_vec::load_aligned(of_q);
 #pragma GCC unroll 8
@@ -164,7 +167,6 @@ struct step_scores : step_rows<D> {
           for (const uint16_t*& p : four) p += 2 * w;
 #pragma GCC unroll 8
           for (const uint16_t*& p : each) p += 2 * w;
-          asked.base += 4 * w;
           d += 2 * w;
         } while (d < end);
         if (whole || end == k_dim) break;

@@ -145,8 +145,11 @@ struct step_values : step_scores<D> {
     const T* p = scores + r * width + (paired<E> ? first / 2 : first);
     int64_t d = 0;
     const auto add = [&]<int Pairs, int Single>() MH_INLINE_LAMBDA {
-      add_values<Careful, R, Pairs, Single, For>(v, keys, r, p, d, of, next.from(0, d * size));
-      d += (2 * Pairs + (paired<E> ? 2 : 1) * Single) * w;
+      constexpr int64_t dims = (2 * Pairs + (paired<E> ? 2 : 1) * Single) * w;
+      // In the order of memory as many bytes of it.
+      const soon asked = c.asks_in_order ? soon{next.base + keys * d * size, dims * size} : next.from(0, d * size);
+      add_values<Careful, R, Pairs, Single, For>(v, keys, r, p, d, of, asked);
+      d += dims;
     };
     // Up to two rows, of few vectors: in one pass what would else be two, in which each waits for its own sums. Three
     // pairs with a single vector stay two passes, four with one of 16 lanes, too (heads of 112 and 144): each adds 2 % to the
@@ -178,9 +181,9 @@ struct step_values : step_scores<D> {
 
   template <bool Careful, int R, asks For, class E>
   MH_INLINE void add_all_rows(int64_t r, int64_t end, int64_t first, rows_at<E> v, int64_t keys, part of, soon next) {
-    if constexpr (For == asks::own && R == most_rows) {
+    if constexpr ((For == asks::own || (paired<E> && For != asks::nothing)) && R == most_rows) {
       // Where half the rows take whole rows of V: it then comes from memory in one piece, not in two.
-      if (v_pairs / (2 * w * pairs_of<R / 2>) == 1)
+      if (c.whole_v_rows && v_pairs / (2 * w * pairs_of<R / 2>) == 1)
         return add_all_rows<Careful, R / 2, For>(r, end, first, v, keys, of, next);
     }
     const int64_t row_end = r + round_down<R>(end - r);
