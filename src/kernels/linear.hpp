@@ -33,22 +33,49 @@ inline constexpr int64_t linear_block = 192, linear_few = 24;
 template <class D, int NV>
 struct stored_panel {
   const typename D::storage* base;
-  static constexpr int64_t width = NV * lanes<typename D::real>;
+  static constexpr int64_t vectors = NV, width = NV * lanes<typename D::real>;
   MH_INLINE auto get(int64_t k, int64_t v) const { return D::widen(base + k * width + v * lanes<typename D::real>); }
 };
+
+// W while the lines 8 KB on are asked for: from each row on, whole lines apart, so that none is left out.
+template <class Panel>
+struct asking_panel {
+  Panel w;
+  MH_INLINE auto get(int64_t k, int64_t v) const {
+    constexpr int64_t size = sizeof(*w.base), vector = Panel::width / Panel::vectors, on = 8192;
+    const char* const row = reinterpret_cast<const char*>(w.base + k * Panel::width);
+    if (v * vector * size % 64 == 0) __builtin_prefetch(row + v * vector * size + on);
+    return w.get(k, v);
+  }
+};
+
+// y = added + x W^T for a tile of up to M rows, but of 4 and more, with W asked for. Returns how many.
+template <int M, class T, int NV, class B>
+MH_INLINE int64_t linear_first_tile(by_rows<T> x, B w, int64_t rows, int64_t depth, to_rows<T> y) {
+  T* const no_maximum = nullptr;
+  if (rows >= M) {
+    line_walk none(upcoming{});
+    product_tile<product_mode::add, M, NV, false>(x, asking_panel<B>{w}, depth, y, no_maximum, none, no_stairs{});
+    return M;
+  }
+  if constexpr (M > 4) return linear_first_tile<smaller_tile<M>, T, NV>(x, w, rows, depth, y);
+  return 0;
+}
 
 // y = added + x W^T for one piece, in whole vectors. `after`: the piece that comes next, as it is stored.
 template <class T, int NV, class B>
 __attribute__((noinline)) void linear_piece(by_rows<T> x, B w, int64_t rows, int64_t depth, to_rows<T> y,
                                             const upcoming& after) {
   constexpr int tile = tile_rows<NV>;
-  // It is asked for line by line. Few rows are done before it could come, and read W as fast as the hardware looks ahead;
-  // asking in bursts costs them a third.
-  line_walk next(after);
   T* const no_maximum = nullptr;
-  if (asks_ahead && rows >= 16 * tile)
+  line_walk next(after);
+  // Beside three tiles the next piece comes a line a step. Beside one or two it would be too late: the first tile asks for
+  // its own. One to three rows read W as fast as the hardware looks ahead.
+  if (asks_ahead && rows >= 3 * tile)
     return product_tiles<product_mode::add, tile, NV, asks_ahead>(x, w, rows, depth, y, no_maximum, next);
-  product_tiles<product_mode::add, tile, NV, false>(x, w, rows, depth, y, no_maximum, next);
+  const int64_t done = asks_ahead ? linear_first_tile<tile, T, NV>(x, w, rows, depth, y) : 0;
+  product_tiles<product_mode::add, tile, NV, false>(x.from(done), w, rows - done, depth, y.from(done), no_maximum,
+                                                    next);
 }
 
 // Rows of x from `row` on.

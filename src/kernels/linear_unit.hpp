@@ -179,8 +179,7 @@ struct linear_unit_task {
   }
   // In a turn: as many as bring it, or nearly, where turns are a step of one part.
   int64_t lines_of_turn() const { return short_turns ? unit_block * 4 / 64 / row_blocks() : 4; }
-  // VDPBF16PS reads W in one piece, line after line, which the hardware does as well by itself: Zen 4, 0.98 to 1.0 with words
-  // asked for.
+  // VDPBF16PS reads W in one piece, line after line; its product asks for what it is at, 8 KB on (matrix_unit.hpp).
   static constexpr bool asks_for_words = asks_ahead && !unit_takes_columns;
 
   // 32 x 32 sums on their way to y, a vector at a time: y = added + sums, for as many rows and columns as there are.

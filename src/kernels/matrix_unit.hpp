@@ -280,8 +280,8 @@ class matrix_unit {
  public:
   static constexpr int turn_lines = 24;  // a turn of heads of 64 takes 400 cycles
 
-  // c (rows x 32, c_stride apart) = A B, or += where `add`.
-  // meanwhile() is called between stretches of rows.
+  // c (rows x 32, c_stride apart) = A B, or += where `add`. meanwhile() is called between stretches of rows. Once: B comes from
+  // far away, and the first stretch asks for it.
   template <class Format, bool Once = false, class Meanwhile>
   MH_INLINE void product(const unit_a& a, const unit_b& b, const unit_terms& terms, const unit_extent& size, float* c,
                          int64_t c_stride, bool add, Meanwhile meanwhile) const {
@@ -294,10 +294,11 @@ class matrix_unit {
                    (size.sums + 1) / 2,
                    c,
                    c_stride};
-        const rows_fn* const of_rows = rows_of[add][at.pairs >= 2];
+        const rows_fn* of_rows = rows_of<Once>[add][at.pairs >= 2];
         for (int64_t left = size.rows; left > 0; meanwhile()) {
           const int64_t count = at_once(left);
           of_rows[count](at);
+          of_rows = rows_of<false>[add][at.pairs >= 2];
           at.a += count * at.row;
           at.c += count * c_stride;
           left -= count;
@@ -327,7 +328,8 @@ class matrix_unit {
   // after all of them Zen 4 multiplied nothing for the 48 cycles that they take, of 400 or 800.
   // Not in line: the caller holds vectors too. Few arguments: what g++ 12 has no registers for it moves to others of vectors
   // and back, in the queue of the multiply-adds.
-  template <int M, bool Add, int Last>
+  // Asks: for B, 8 KB on.
+  template <int M, bool Add, int Last, bool Asks>
   static __attribute__((noinline)) void rows(const stretch& of) {
     const char *a = of.a, *b = of.b;
     const int64_t row = of.row, pair = of.pair;
@@ -348,6 +350,10 @@ class matrix_unit {
     for (int64_t n = of.pairs - Last; n > 0; --n) {
       __m512bh left = of_b(0), right = of_b(1);
       asm("" : "+v"(left), "+v"(right));  // else g++ 12 loads them for each of three rows
+      if constexpr (Asks) {
+        __builtin_prefetch(b + 8192);
+        __builtin_prefetch(b + 8192 + 64);
+      }
 #pragma GCC unroll 12
       for (int m = 0; m < M; ++m) times(m, 0, left, right);
       a += pair;
@@ -377,22 +383,23 @@ class matrix_unit {
 
   static constexpr int most_rows = 12;
   using rows_fn = void (*)(const stretch&);
-  template <bool Add, int Last>
+  template <bool Add, int Last, bool Asks>
   static constexpr rows_fn up_to_most[most_rows + 1] = {nullptr,
-                                                        rows<1, Add, 0>,
-                                                        rows<2, Add, 0>,
-                                                        rows<3, Add, 0>,
-                                                        rows<4, Add, Last>,
-                                                        rows<5, Add, Last>,
-                                                        rows<6, Add, Last>,
-                                                        rows<7, Add, Last>,
-                                                        rows<8, Add, Last>,
-                                                        rows<9, Add, Last>,
-                                                        rows<10, Add, Last>,
-                                                        rows<11, Add, Last>,
-                                                        rows<12, Add, Last>};
-  static constexpr const rows_fn* rows_of[2][2] = {{up_to_most<false, 0>, up_to_most<false, 2>},
-                                                   {up_to_most<true, 0>, up_to_most<true, 2>}};
+                                                        rows<1, Add, 0, false>,
+                                                        rows<2, Add, 0, false>,
+                                                        rows<3, Add, 0, Asks>,
+                                                        rows<4, Add, Last, Asks>,
+                                                        rows<5, Add, Last, Asks>,
+                                                        rows<6, Add, Last, Asks>,
+                                                        rows<7, Add, Last, Asks>,
+                                                        rows<8, Add, Last, Asks>,
+                                                        rows<9, Add, Last, Asks>,
+                                                        rows<10, Add, Last, Asks>,
+                                                        rows<11, Add, Last, Asks>,
+                                                        rows<12, Add, Last, Asks>};
+  template <bool Asks>
+  static constexpr const rows_fn* rows_of[2][2] = {{up_to_most<false, 0, Asks>, up_to_most<false, 2, Asks>},
+                                                   {up_to_most<true, 0, Asks>, up_to_most<true, 2, Asks>}};
 };
 
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)

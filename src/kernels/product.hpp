@@ -75,7 +75,7 @@ MH_INLINE vec<T> aligned_vector(const T* row, int64_t v) {
 template <class T, int NV>
 struct whole_panel {
   T* base;
-  static constexpr int64_t width = NV * lanes<std::remove_const_t<T>>;
+  static constexpr int64_t vectors = NV, width = NV * lanes<std::remove_const_t<T>>;
   MH_INLINE auto get(int64_t k, int64_t v) const { return aligned_vector(base + k * width, v); }
 };
 
@@ -288,6 +288,9 @@ __attribute__((noinline)) void product_rest(A a, B b, int64_t rows, int64_t dept
   }
 }
 
+template <int M>
+inline constexpr int smaller_tile = M == 12 || M == 6 ? M / 3 * 2 : M / 2;
+
 // All `rows` rows of C, in tiles of M rows. What is left of keys, which may be any number, makes tiles of any size: few
 // rows have too few sums at once to hide the latency of the multiply-adds, 1 takes as long as 8. What is left of dims,
 // mostly a multiple of 8, goes into tiles of M / 2, ... 1.
@@ -306,8 +309,8 @@ MH_INLINE void product_tiles(A a, B b, int64_t rows, int64_t depth, C c, T* colu
     if (m < rows) product_rest<Mode, M, NV>(a.from(m), b, rows - m, depth, c.from(m), column_max);
   } else if constexpr (M > 1) {
     if (m < rows)
-      product_tiles<Mode, (M == 12 || M == 6 ? M / 3 * 2 : M / 2), NV, Ahead>(a.from(m), b, rows - m, depth, c.from(m),
-                                                                              column_max, next, reached);
+      product_tiles<Mode, smaller_tile<M>, NV, Ahead>(a.from(m), b, rows - m, depth, c.from(m), column_max, next,
+                                                      reached);
   }
 }
 
