@@ -24,7 +24,9 @@
 //   1.0 to 1.3 times as fast on one thread, 0.97 to 1.3 on two. In 16 bits 0.55 to 1.09, with AVX2 0.5 to 1.3, where heads
 //   lie side by side in rows 0.85 to 1.16: not there. What it finds in half of L3 it brings itself: 3 to 13 MB without
 //   asking, 1 to 4 rows, f32, AVX-512 0.95 to 1.27 times as fast, AVX2 0.91 to 1.28, one thread and two; 16 MB 0.79 to
-//   1.16, more 0.6 to 0.9; bf16 0.92 to 1.08.
+//   1.16, more 0.6 to 0.9; bf16 0.92 to 1.08. Up to four rows ask line after line, in all types: from memory 0.98 to 1.33,
+//   from L3 0.95 to 1.07; one and two of bf16 by pairs from memory into L1 (1.15 to 1.2), four of them with whole rows of V
+//   in twos (1.07 to 1.12).
 //   Zen 4: what is asked for into L1 is late from memory. Each for its own 0.43 to 0.98 times as fast there, 16 bits into
 //   L2 instead of L1 1.35 to 2.1 (heads of 32 0.9). Own into L2 is 0.9 to 1.2 of the usual way from memory and 0.9 from L3:
 //   not worth a way of its own. In half of L3 nothing asked for: AVX-512 f32 1 to 3 rows 0.97 to 1.15 (one shape 0.89), 4
@@ -452,15 +454,16 @@ int64_t rows_kept(const plan& plan, int64_t l2_bytes) {
   return std::min(plan.block_q, rows >= panel ? rows / panel * panel : std::max(rows / least * least, least));
 }
 
-// Rows of a task that makes weights (plan.hpp: keeps), of so many panels where it makes their scores itself. A block of rows is
-// added up in column sums: the same blocks however the batch makes scores be kept.
-int64_t rows_weighed(const plan& plan, int64_t panels) {
+// Rows of a task that makes weights (plan.hpp: keeps). A block of rows is added up in column sums: the same blocks however the batch
+// makes scores be kept.
+int64_t rows_weighed(const plan& plan) {
   constexpr int64_t scores_of_task = 16384;
   const problem& p = plan.p;
   int64_t rows = plan.block_q;
   if (!p.has_output(MH_OUTPUT_COLUMN_SUMS)) {
     if (plan.keeps == keeping::of_all) rows = std::max<int64_t>(scores_of_task / std::max<int64_t>(p.kv_len, 1), 1);
-    if (plan.keeps == keeping::of_task) rows = std::min(rows, plan.panel_rows * panels);
+    if (plan.keeps == keeping::of_task)
+      rows = std::min(rows, plan.panel_rows * (plan.kernel == route_matrix || plan.copy_kv ? 4 : 2));
   }
   if (!means(p)) return rows;
   // Panels of a unit hold the same rows as without: one that is not finite is done again with those beside it.
@@ -542,6 +545,7 @@ kernel_call make_call(const plan& plan, const problem& p) {
 kernel_call last_call(const plan& plan, const kernel_call& of_panels) {
   kernel_call c = of_panels;
   c.unit_steps = last_by_pairs(plan);
+  c.whole_v_rows = plan.asks_own && dtype_bytes(plan.p.dtype) > 2;
   c.unit_keys = std::numeric_limits<int64_t>::max();
   c.block_kv = decode_keys(plan.p, plan.last_rows);
   c.copy_kv = needs_copy(plan.p, route_decode, plan.lanes());
@@ -634,8 +638,7 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cp
   }
   plan.row_blocks = blocks(whole_rows, plan.block_q);
   if (plan.keeps == keeping::of_task) plan.kept_rows = rows_kept(plan, l2_bytes) + plan.last_rows;
-  plan.weighed_rows = rows_weighed(plan, matrix || plan.copy_kv ? 4 : 2);
-  plan.weighed_grain = rows_weighed(plan, 1);
+  plan.weighed_rows = rows_weighed(plan);
   const bool by_blocks = plan.keeps == keeping::of_task || p.has_output(MH_OUTPUT_COLUMN_SUMS);
   plan.weighed_blocks = blocks(by_blocks ? whole_rows : rows, plan.weighed_rows);
 

@@ -59,7 +59,6 @@ struct plan {
   keeping keeps;
   int64_t kept_rows;
   int64_t weighed_rows, weighed_blocks;  // weighed_blocks: how many blocks of them a head has
-  int64_t weighed_grain;                 // where it is a task itself that does, it may have as few of them
   int64_t tasks;                         // of the first pass, of a row block, kv head and chunk each (schedule.hpp)
   double flops;  // of the attended pairs, 2 (head_dim + v_dim) each; lengths in memory are not known yet: as if full
   double bytes;  // of q, k, v, out, each read or written once

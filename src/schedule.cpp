@@ -12,6 +12,7 @@
 // Order: heads one after another, so that K and V stay in cache, and in each head the longest task first. So the work
 //   ends with the short tasks of the last head, and where these are too few to level the load, of the last several. Where
 //   all tasks cost the same, or each worker has a share of whole heads of unlike tasks, one head after another to the end.
+// Tasks that make weights are the plan's, the longest first as well.
 // One worker has no load to level: blocks stay whole, heads follow each other. On two the rows of workloads.txt are as
 // fast as with whole blocks.
 #include "schedule.hpp"
@@ -30,7 +31,7 @@ struct grain {
   int64_t panels, tasks_per_worker;
 };
 constexpr grain coarse{8, 2}, fine{4, 4};
-constexpr int64_t last_tasks_per_worker = 8, weighing_tasks_per_worker = 4;
+constexpr int64_t last_tasks_per_worker = 8;
 constexpr int64_t heads_of_share = 4;  // or more, and as many for all, where tasks of a head differ
 // What a row costs whatever its keys, as so many keys: packing Q, and dividing, transposing and storing the result.
 // Measured: 5 to 9 keys of size 64, 15 to 30 of size 128 (AVX-512 and AVX2).
@@ -63,16 +64,15 @@ int64_t heads_together(const task_cut& c, int64_t workers) {
   return std::clamp<int64_t>(blocks(last_tasks_per_worker * workers, c.head_tasks), 1, std::max<int64_t>(c.heads, 1));
 }
 
-// Of tasks that make weights of the scores that they keep, each against all keys (plan.hpp: keeps).
+// Of tasks that make weights of the scores that they keep, each against all keys (plan.hpp: keeps). The same ones for any number
+// of workers: queries of a group of 5 do not end where panels do, and four last vectors, cut, would be other panels.
 task_cut cut_to_weigh(const plan& plan, int64_t workers) {
   task_cut c{};
   c.together = means(plan.p) ? plan.p.kv_heads : 1;
   c.entry_parts = plan.p.kv_heads / c.together;
   c.heads = plan.p.batch * c.entry_parts;
-  const int64_t rows = plan.p.group() * plan.p.q_len - plan.last_rows;
   c.piece_rows = plan.weighed_rows;
-  if (c.heads * plan.weighed_blocks < weighing_tasks_per_worker * workers) c.piece_rows = plan.weighed_grain;
-  c.head_pieces = c.head_tasks = blocks(rows, c.piece_rows);
+  c.head_pieces = c.head_tasks = plan.weighed_blocks;
   c.last_longest = last_rows_longest(plan.p);
   if (!has_even_rows(plan.p)) c.interleaved = heads_together(c, workers);
   return c;

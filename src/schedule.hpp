@@ -25,7 +25,7 @@ class schedule {
 
   // Costs of the tasks in the order in which they are taken: the (row, key) pairs that their panels compute, whole
   // vectors of rows, plus what a row costs whatever its keys; one and a half times as much for each of the plan's
-  // last_rows. The unit is a pair.
+  // last_rows; and what weights cost. The unit is a pair.
   std::vector<double> costs() const;
 
  private:

@@ -208,7 +208,7 @@ struct job {
 
   void* slot(int64_t worker) const { return slots + worker * slot_bytes; }
 
-  void attend(kernel_task& t) const {
+  void attend(const kernel_task& t) const {
     if (p.last_rows > 0 && t.row_end == c.rows) return attend_with_last(t);
     kernels.attention[p.kernel](&c, &t);
   }
@@ -293,7 +293,8 @@ void first_pass(const job& j, int64_t threads, const mh_exec& exec, const watche
         const kernel_task following = now.next >= 0 ? order.at(now.next) : kernel_task{};
         t.next = now.next >= 0 ? &following : nullptr;
         t.clock = now.watched->clock_of(t);
-        plan.keeps == keeping::nothing ? j.attend(t) : j.attend_and_keep(t);
+        if (plan.keeps == keeping::nothing) return j.attend(t);
+        j.attend_and_keep(t);
       },
       how);
 }

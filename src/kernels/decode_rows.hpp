@@ -37,8 +37,8 @@ MH_INLINE void ask(const char* p) {
   __builtin_prefetch(p, 0, For == asks::other_l1 || For == asks::own ? 3 : 2);
 }
 
-// The next lines of N rows, N at a time: of rows without gaps in the order of memory where kernel_call.asks_in_order, else one of each
-// row.
+// The next lines of N rows, N at a time: of rows without gaps in the order of memory where kernel_call.asks_in_order, else one
+// of each row.
 template <int N>
 struct asked_rows {
   const char* at;

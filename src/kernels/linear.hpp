@@ -73,7 +73,8 @@ __attribute__((noinline)) void linear_piece(by_rows<T> x, B w, int64_t rows, int
   // its own. One to three rows read W as fast as the hardware looks ahead.
   if (asks_ahead && rows >= 3 * tile)
     return product_tiles<product_mode::add, tile, NV, asks_ahead>(x, w, rows, depth, y, no_maximum, next);
-  const int64_t done = asks_ahead ? linear_first_tile<tile, T, NV>(x, w, rows, depth, y) : 0;
+  int64_t done = 0;
+  if constexpr (asks_ahead) done = linear_first_tile<tile, T, NV>(x, w, rows, depth, y);
   product_tiles<product_mode::add, tile, NV, false>(x.from(done), w, rows - done, depth, y.from(done), no_maximum,
                                                     next);
 }

@@ -280,8 +280,8 @@ class matrix_unit {
  public:
   static constexpr int turn_lines = 24;  // a turn of heads of 64 takes 400 cycles
 
-  // c (rows x 32, c_stride apart) = A B, or += where `add`. meanwhile() is called between stretches of rows. Once: B comes from
-  // far away, and the first stretch asks for it.
+  // c (rows x 32, c_stride apart) = A B, or += where `add`. meanwhile() is called between stretches of rows. Once: B, which
+  // comes from far away, is asked for by the first stretch.
   template <class Format, bool Once = false, class Meanwhile>
   MH_INLINE void product(const unit_a& a, const unit_b& b, const unit_terms& terms, const unit_extent& size, float* c,
                          int64_t c_stride, bool add, Meanwhile meanwhile) const {
