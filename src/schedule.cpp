@@ -152,11 +152,12 @@ void schedule::put_rows(int64_t position, kernel_task& t) const {
     t.row_end = all_rows;
     return;
   }
-  const int64_t chunks = plan_.keeps == keeping::of_task ? 1 : plan_.chunks;
+  const bool weighs = plan_.keeps == keeping::of_task;  // of all keys
+  const int64_t chunks = weighs ? 1 : plan_.chunks;
   t.chunk = chunks > 1 ? position % chunks : 0;
   int64_t piece = chunks > 1 ? position / chunks : position;
   if (cut_.last_longest) piece = cut_.head_pieces - 1 - piece;
-  if (plan_.keeps == keeping::of_task) {
+  if (weighs) {
     t.row_block = piece;
     t.row_begin = piece * cut_.piece_rows;
     t.row_end = piece + 1 < cut_.head_pieces ? t.row_begin + cut_.piece_rows : all_rows;

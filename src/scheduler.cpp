@@ -198,7 +198,7 @@ void add_columns(const kernel_call& c, const problem& p, Real* sums, int64_t hea
 
 // What the tasks of a run share.
 struct job {
-  const plan& p;
+  const manyhead::plan& plan;
   const dtype_kernels& kernels;
   char* kept;   // scores of all rows
   char* slots;  // scratch, of each worker slot_bytes
@@ -209,14 +209,14 @@ struct job {
   void* slot(int64_t worker) const { return slots + worker * slot_bytes; }
 
   void attend(const kernel_task& t) const {
-    if (p.last_rows > 0 && t.row_end == c.rows) return attend_with_last(t);
-    kernels.attention[p.kernel](&c, &t);
+    if (plan.last_rows > 0 && t.row_end == c.rows) return attend_with_last(t);
+    kernels.attention[plan.kernel](&c, &t);
   }
 
   // Out of line what few runs need: the others' code stays short, a task of theirs may take 50 ns.
   __attribute__((noinline)) void attend_with_last(kernel_task t) const {
-    t.row_end -= p.last_rows;
-    kernels.attention[p.kernel](&c, &t);
+    t.row_end -= plan.last_rows;
+    kernels.attention[plan.kernel](&c, &t);
     t.row_begin = t.row_end;
     t.row_end = c.rows;
     t.next = nullptr;
@@ -227,7 +227,7 @@ struct job {
   void keep_of_all(kernel_task& t) const {
     t.kept_head = c.rows * c.kept_pitch;
     const int64_t from = (t.batch * c.kv_heads + t.kv_head_begin) * t.kept_head;
-    t.kept = kept + from * (p.p.is_f64() ? 8 : 4);
+    t.kept = kept + from * (plan.p.is_f64() ? 8 : 4);
   }
 
   // Task `now` of row_tasks. All blocks but the last, which may have more or fewer, are of block_q rows.
@@ -238,16 +238,16 @@ struct job {
     t.row_block = now.index % row_blocks;
     t.row_begin = t.row_block * block_q;
     t.row_end = t.row_block + 1 < row_blocks ? t.row_begin + block_q : c.rows;
-    t.kv_head_begin = all_heads ? 0 : i % p.p.kv_heads;
-    t.kv_head_end = all_heads ? p.p.kv_heads : t.kv_head_begin + 1;
-    t.batch = all_heads ? i : i / p.p.kv_heads;
+    t.kv_head_begin = all_heads ? 0 : i % plan.p.kv_heads;
+    t.kv_head_end = all_heads ? plan.p.kv_heads : t.kv_head_begin + 1;
+    t.batch = all_heads ? i : i / plan.p.kv_heads;
     return t;
   }
 
   // Those of a block of rows begin at 0.
   void clear_columns(const kernel_task& t) const {
-    if (p.column_bytes == 0) return;
-    const int64_t bytes = c.kv_len * (p.p.is_f64() ? 8 : 4);
+    if (plan.column_bytes == 0) return;
+    const int64_t bytes = c.kv_len * (plan.p.is_f64() ? 8 : 4);
     for (int64_t head = t.kv_head_begin * c.group; head < t.kv_head_end * c.group; ++head) {
       const int64_t block = (t.batch * c.heads + head) * c.row_blocks + t.row_block;
       std::memset(static_cast<char*>(c.column_partials) + block * bytes, 0, static_cast<size_t>(bytes));
@@ -258,30 +258,30 @@ struct job {
   __attribute__((noinline)) void attend_and_weigh(const kernel_task& all) const {
     clear_columns(all);
     kernel_task t = all;
-    t.kept = static_cast<char*>(t.scratch) + p.kept_at;
+    t.kept = static_cast<char*>(t.scratch) + plan.kept_at;
     t.next = nullptr;
-    const int64_t whole_end = all.row_end == c.rows ? c.rows - p.last_rows : all.row_end;
+    const int64_t whole_end = all.row_end == c.rows ? c.rows - plan.last_rows : all.row_end;
     for (; t.kv_head_begin < all.kv_head_end; ++t.kv_head_begin) {
       t.kv_head_end = t.kv_head_begin + 1;
       for (t.row_begin = all.row_begin; t.row_begin < all.row_end; t.row_begin = t.row_end) {
-        t.row_end = t.row_begin + p.kept_rows - p.last_rows;
+        t.row_end = t.row_begin + plan.kept_rows - plan.last_rows;
         if (t.row_end >= whole_end) t.row_end = all.row_end;
         t.kept_first = t.row_begin;
-        for (t.chunk = 0; t.chunk < p.chunks; ++t.chunk) attend(t);
+        for (t.chunk = 0; t.chunk < plan.chunks; ++t.chunk) attend(t);
         kernels.weights(&c, &t);
       }
     }
   }
 
   __attribute__((noinline)) void attend_and_keep(kernel_task& t) const {
-    if (p.keeps == keeping::of_task) return attend_and_weigh(t);
+    if (plan.keeps == keeping::of_task) return attend_and_weigh(t);
     keep_of_all(t);
     attend(t);
   }
 };
 
 void first_pass(const job& j, int64_t threads, const mh_exec& exec, const watched_call& watched) {
-  const plan& plan = j.p;
+  const plan& plan = j.plan;
   const schedule order(plan, threads);
   // Tasks of a decode step in runs: each waits for the first rows of its keys, unless the one before asked for them.
   const dealing how{step_of(plan, order.tasks(), threads), order.in_shares(), plan.kernel == route_decode};
@@ -302,7 +302,7 @@ void first_pass(const job& j, int64_t threads, const mh_exec& exec, const watche
 // What outputs besides lse take after the first pass.
 __attribute__((noinline)) void later_passes(const job& j, void* column_sums, int64_t threads, const mh_exec& exec,
                                             const watched_call& watched) {
-  const plan& plan = j.p;
+  const plan& plan = j.plan;
   const problem& p = plan.p;
   for_each(weights_tasks(plan), threads, exec, watched, phase_weights, [&](const turn& now) {
     kernel_task t = j.rows_at(now, plan.weighed_rows, plan.weighed_blocks, means(p));

@@ -50,7 +50,7 @@ struct asked_rows {
   MH_INLINE void ask_line() {
     ask<For>(at);
     at += apart;
-    asm volatile("" : "+r"(at));
+    asm volatile("" : "+r"(at));  // one after the other: where g++ mixed two steps' lines, nothing was gained
   }
   MH_INLINE void go_back() { at += back; }
 };

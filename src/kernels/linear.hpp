@@ -37,14 +37,14 @@ struct stored_panel {
   MH_INLINE auto get(int64_t k, int64_t v) const { return D::widen(base + k * width + v * lanes<typename D::real>); }
 };
 
-// W while the lines 8 KB on are asked for: from each row on, whole lines apart, so that none is left out.
+// W while the lines `weights_ahead` on are asked for: from each row on, whole lines apart, so that none is left out.
 template <class Panel>
 struct asking_panel {
   Panel w;
   MH_INLINE auto get(int64_t k, int64_t v) const {
-    constexpr int64_t size = sizeof(*w.base), vector = Panel::width / Panel::vectors, on = 8192;
+    constexpr int64_t size = sizeof(*w.base), vector = Panel::width / Panel::vectors;
     const char* const row = reinterpret_cast<const char*>(w.base + k * Panel::width);
-    if (v * vector * size % 64 == 0) __builtin_prefetch(row + v * vector * size + on);
+    if (v * vector * size % 64 == 0) __builtin_prefetch(row + v * vector * size + weights_ahead);
     return w.get(k, v);
   }
 };

@@ -328,7 +328,7 @@ class matrix_unit {
   // after all of them Zen 4 multiplied nothing for the 48 cycles that they take, of 400 or 800.
   // Not in line: the caller holds vectors too. Few arguments: what g++ 12 has no registers for it moves to others of vectors
   // and back, in the queue of the multiply-adds.
-  // Asks: for B, 8 KB on.
+  // Asks: for B, `weights_ahead` on.
   template <int M, bool Add, int Last, bool Asks>
   static __attribute__((noinline)) void rows(const stretch& of) {
     const char *a = of.a, *b = of.b;
@@ -351,8 +351,8 @@ class matrix_unit {
       __m512bh left = of_b(0), right = of_b(1);
       asm("" : "+v"(left), "+v"(right));  // else g++ 12 loads them for each of three rows
       if constexpr (Asks) {
-        __builtin_prefetch(b + 8192);
-        __builtin_prefetch(b + 8192 + 64);
+        __builtin_prefetch(b + weights_ahead);
+        __builtin_prefetch(b + weights_ahead + 64);
       }
 #pragma GCC unroll 12
       for (int m = 0; m < M; ++m) times(m, 0, left, right);
