@@ -21,12 +21,11 @@
 //   to 1.4. So that asks beyond four times L2.
 //   Decode asks for rows of V with K and of K with V, in 16 bits into L1, else into L2. Some cores want it otherwise:
 //   Zen 5: f32 and f64 with AVX-512 ask each for its own (decode.hpp: further_on): heads of 16 to 256, 1 to 12 rows,
-//   1.0 to 1.3 times as fast on one thread, 0.97 to 1.3 on two. In 16 bits 0.55 to 1.09, with AVX2 0.5 to 1.3, where heads
-//   lie side by side in rows 0.85 to 1.16: not there. What it finds in half of L3 it brings itself: 3 to 13 MB without
-//   asking, 1 to 4 rows, f32, AVX-512 0.95 to 1.27 times as fast, AVX2 0.91 to 1.28, one thread and two; 16 MB 0.79 to
+//   1.0 to 1.3 times as fast on one thread, 0.97 to 1.3 on two. In 16 bits 0.55 to 1.09, with AVX2 0.5 to 1.3: not there.
+//   What it finds in half of L3 it brings itself: 3 to 13 MB without asking, 1 to 4 rows, f32, AVX-512 0.95 to 1.27 times as fast, AVX2 0.91 to 1.28, one thread and two; 16 MB 0.79 to
 //   1.16, more 0.6 to 0.9; bf16 0.92 to 1.08. Up to four rows ask line after line, in all types: from memory 0.98 to 1.33,
-//   from L3 0.95 to 1.07; one and two of bf16 by pairs from memory into L1 (1.15 to 1.2), four of them with whole rows of V
-//   in twos (1.07 to 1.12).
+//   from L3 0.95 to 1.07; heads that lie side by side, any number of rows, in shorter turns (set_turns). One and two rows of
+//   bf16 by pairs from memory into L1 (1.15 to 1.2), four of them with whole rows of V in twos (1.07 to 1.12).
 //   Zen 4: what is asked for into L1 is late from memory. Each for its own 0.43 to 0.98 times as fast there, 16 bits into
 //   L2 instead of L1 1.35 to 2.1 (heads of 32 0.9). Own into L2 is 0.9 to 1.2 of the usual way from memory and 0.9 from L3:
 //   not worth a way of its own. In half of L3 nothing asked for: AVX-512 f32 1 to 3 rows 0.97 to 1.15 (one shape 0.89), 4
@@ -40,6 +39,7 @@
 #include "plan.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <limits>
 #include <numeric>
@@ -275,11 +275,15 @@ bool comes_unasked(cpu_core core, const problem& p, int64_t lanes_of_f32, double
   }
 }
 
+// Whether rows of K and of V follow each other without gaps: those of a head, or of all heads of an entry, which lie side by side.
 bool has_rows_in_order(const problem& p) { return p.k_strides[2] == p.head_dim && p.v_strides[2] == p.v_dim; }
+bool has_heads_in_order(const problem& p) {
+  return are_side_by_side(p) && p.k_strides[2] == p.kv_heads * p.head_dim && p.v_strides[2] == p.kv_heads * p.v_dim;
+}
 
 // Whether kernels with AVX-512 ask for K with K and for V with V. (16 bits and others never do: decode.hpp, may_ask_own.)
 bool asks_for_own(cpu_core core, const problem& p, double l3s) {
-  if (!has_rows_in_order(p)) return false;
+  if (!has_rows_in_order(p) && !(core == cpu_core::zen5 && has_heads_in_order(p))) return false;
   const int64_t rows = p.group() * p.q_len;
   const bool large = std::max(p.head_dim, p.v_dim) * dtype_bytes(p.dtype) > 256, as_four = rows == 3 || rows == 4;
   return core == cpu_core::zen5 || (core == cpu_core::intel && l3s <= 1 / 3.0 && !(large && as_four));
@@ -308,11 +312,31 @@ int64_t heads_of_task(const plan& plan, bool in_l2, int64_t l2_bytes) {
   const problem& p = plan.p;
   const int64_t taken =
       rows_on_unit(plan.unit_steps ? plan.table->dtype[p.dtype].unit_steps : no_unit_steps, plan.block_q);
-  if (plan.turns) return std::clamp<int64_t>(most_rows_at_once / taken, 1, plan.entry_heads);
+  if (takes_turns(plan)) return std::clamp<int64_t>(most_rows_at_once / taken, 1, plan.entry_heads);
   const int64_t tile_bytes = std::min(p.kv_len, plan.block_kv) * (p.head_dim + p.v_dim) * dtype_bytes(p.dtype);
   const int64_t room = in_l2 ? l2_bytes / 2 : p.kv_len <= plan.block_kv ? l1_bytes : 0;
   const int64_t most = std::min(most_decode_rows / plan.block_q, room / std::max<int64_t>(tile_bytes, 1));
   return std::clamp<int64_t>(most, 1, plan.entry_heads);
+}
+
+// Of so many keys are the turns of heads that lie side by side (heads_of_task): of K a block of scores of one row, of V as many as
+// have a sum of their own where there are more than four rows (decode_values.hpp). Where all is asked for in the order of
+// memory and comes from there, up to four rows have shorter turns, nearer to that order: on Zen 5, 53 shapes of 1 to 16 rows and
+// 2 to 64 heads of 64 to 128, f32, bf16 and f16, 1.35 times as fast on one thread as with own rows asked for in usual turns, 1.25
+// on two (0.94 to 1.86), AVX2 1.41 and 1.30; in the order of memory alone 1.05 to 1.45, more than four rows 0.95 to 1.46. Of
+// 16 bits and 2 KB in rows of all heads 8 keys are best (16: 0.85 to 1.0, 4: 0.95 to 1.0), of 512 bytes 32 (8: 0.84), of f32 and 4
+// KB 4 (8: 0.85, 2: 1.0), of 16 KB 2 (4: 0.75); three and four rows 8 (4: 0.7 to 1.08). From L3 0.65 to 1.1.
+void set_turns(plan& plan, bool from_memory) {
+  const problem& p = plan.p;
+  const int64_t rows = p.group() * p.q_len, element = dtype_bytes(p.dtype);
+  plan.k_turn = 16;
+  plan.v_turn = 32;
+  if (!plan.asks_in_order || !from_memory || rows > 4 || (rows > 2 && element > 4)) return;
+  const int64_t bytes = p.kv_heads * std::max(p.head_dim, p.v_dim) * element;
+  const int64_t least = rows > 2 ? 8 : bytes > 8192 ? 2 : 4;
+  const auto fitting = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(16384 / bytes)));
+  plan.v_turn = std::clamp(fitting, least, plan.v_turn);
+  plan.k_turn = std::min(plan.k_turn, plan.v_turn);
 }
 
 // Rows of V this many bytes apart, or a multiple of it, fall into so few sets of a usual L1 cache (64 sets of 64 bytes)
@@ -532,7 +556,8 @@ kernel_call make_call(const plan& plan, const problem& p) {
   c.asks_l1 = plan.asks_l1;
   c.asks_in_order = plan.asks_in_order;
   c.whole_v_rows = plan.whole_v_rows;
-  c.turns = plan.turns;
+  c.k_turn = plan.k_turn;
+  c.v_turn = plan.v_turn;
   c.unit_steps = plan.unit_steps;
   c.unit_keys = most_keys_on_unit(plan.p, plan.table->dtype[p.dtype]);
   c.kept_pitch = plan.keeps == keeping::nothing ? 0 : kept_pitch(p);
@@ -607,7 +632,7 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cp
   const bool zen5_memory = zen5 && l3s > 0.5;
   // Nor where tiles are larger than L1 (decode_keys), but on Zen 5 from memory: 1.15 to 1.2 times as fast.
   plan.asks_l1 = core != cpu_core::zen4 && (zen5_memory || !(plan.unit_steps && rows <= 2));
-  plan.asks_in_order = zen5 && rows <= 4 && has_rows_in_order(p);
+  plan.asks_in_order = zen5 && ((rows <= 4 && has_rows_in_order(p)) || has_heads_in_order(p));
   plan.whole_v_rows = rows <= 4 && (dtype_bytes(p.dtype) == 2 ? zen5_memory && plan.unit_steps : plan.asks_own);
   const bool matrix = plan.kernel == route_matrix;
   plan.panel_rows = matrix ? matrix_rows : table.panel_rows[f64];
@@ -619,7 +644,7 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cp
   if (plan.kernel == route_decode) {
     plan.block_q = std::max<int64_t>(rows, 1);
     const bool in_l2 = read <= static_cast<double>(l2_bytes);
-    plan.turns = !in_l2 && are_side_by_side(p);
+    if (!in_l2 && are_side_by_side(p)) set_turns(plan, zen5_memory);
     plan.heads_at_once = heads_of_task(plan, in_l2, l2_bytes);
   } else {
     // As many panels as share a tile of K and V while it is in cache, in blocks of even size; Q, O and a tile of K and V

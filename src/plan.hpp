@@ -51,8 +51,9 @@ struct plan {
   bool whole_v_rows;             // four rows read V twice, not by halves of its rows
   bool adds_rows;                // 3 rows more than whole fours are done as four
   bool unit_steps;               // decode steps multiply on the matrix unit, of up to call.unit_keys keys
-  bool turns;                    // the kv heads of a decode step's task take turns, a few keys each
-  bool copy_kv;                  // tiles of K and V are copied (converted, made contiguous) before use
+  int64_t k_turn,
+      v_turn;    // keys of K and of V after which the next kv head of a decode step's task has its turn; 0: all
+  bool copy_kv;  // tiles of K and V are copied (converted, made contiguous) before use
   // For weights, their means and column sums the first pass keeps its scores: of all rows, of which tasks of a second one then
   // make them; or of a task's rows, kept_rows of a head at a time, of which the task itself does, against all keys. Either kind of
   // task takes weighed_rows of one kv head; of means whole queries and all heads of them.
@@ -83,6 +84,7 @@ struct plan {
 // How long one thread takes, at rates that any core of the last ten years reaches: 40 GFLOP/s, 10 GB/s.
 double expected_us(double flops, double bytes);
 inline bool has_second_pass(const problem& p) { return (p.outputs & ~uint32_t{MH_OUTPUT_LSE}) != 0; }
+inline bool takes_turns(const plan& p) { return p.k_turn > 0; }
 inline bool means(const problem& p) { return p.has_output(MH_OUTPUT_MEAN_WEIGHTS); }
 bool has_even_rows(const problem& p);  // all attend as many keys, lengths in memory apart
 

@@ -84,14 +84,14 @@ task_cut cut_for(const plan& plan, int64_t workers) {
   if (plan.keeps == keeping::of_task) return cut_to_weigh(plan, workers);
   task_cut c{};
   const int64_t kv_heads = plan.entry_heads;
-  const int64_t parts_per_worker = plan.turns ? 1 : heads_per_worker;
+  const int64_t parts_per_worker = takes_turns(plan) ? 1 : heads_per_worker;
   const int64_t fair_heads = divide(plan.entries * kv_heads * plan.chunks, parts_per_worker * workers).quotient;
   const int64_t at_once = workers == 1 ? plan.heads_at_once : std::clamp<int64_t>(fair_heads, 1, plan.heads_at_once);
   int64_t parts = blocks(kv_heads, at_once);
   const auto levels = [&](int64_t n) {
     return is_level(plan.entries * plan.chunks * blocks(kv_heads, blocks(kv_heads, n)), workers);
   };
-  for (int64_t n = parts; plan.turns && workers > 1 && n <= std::min(4 * parts, kv_heads); ++n) {
+  for (int64_t n = parts; takes_turns(plan) && workers > 1 && n <= std::min(4 * parts, kv_heads); ++n) {
     if (!levels(n)) continue;
     parts = n;
     break;

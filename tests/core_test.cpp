@@ -420,7 +420,9 @@ TEST_CASE("cores that bring rows better when asked otherwise are") {
   CHECK(asks_own("f32 b2 h4/1 q1 kv2048 d128", zen5));
   CHECK(!asks_own("f32 b2 h4/1 q1 kv2048 d128", zen4));
   CHECK(!asks_own("f32 b2 h4/1 q1 kv2048 d128", other));
-  CHECK(!asks_own("f32 b2 h4/2 q1 kv2048 d128 bshd", zen5));  // rows of other heads lie between
+  CHECK(asks_own("f32 b2 h4/2 q1 kv2048 d128 bshd", zen5));
+  CHECK(!asks_own("f32 b2 h4/2 q1 kv2048 d128 bshd", intel));  // rows of other heads lie between
+  CHECK(!asks_own("f32 b2 h4/2 q1 kv2048 d128 strides=packed", zen5));
   const auto in_order = [](const char* line, cpu_core core) {
     return make_plan(problem_of(line), current_isa(), l2, core).asks_in_order;
   };
@@ -428,9 +430,12 @@ TEST_CASE("cores that bring rows better when asked otherwise are") {
     CHECK(in_order((dtype + std::string(" b2 h4/1 q1 kv2048 d128")).c_str(), zen5));
     CHECK(
         !in_order((dtype + std::string(" b2 h5/1 q1 kv2048 d128")).c_str(), zen5));  // a line would be asked for twice
-    CHECK(!in_order((dtype + std::string(" b2 h4/2 q1 kv2048 d128 bshd")).c_str(), zen5));
-    for (const cpu_core core : {zen4, intel, other})
+    CHECK(in_order((dtype + std::string(" b2 h10/2 q1 kv2048 d128 bshd")).c_str(), zen5));
+    CHECK(!in_order((dtype + std::string(" b2 h4/2 q1 kv2048 d128 strides=packed")).c_str(), zen5));
+    for (const cpu_core core : {zen4, intel, other}) {
       CHECK(!in_order((dtype + std::string(" b2 h4/1 q1 kv2048 d128")).c_str(), core));
+      CHECK(!in_order((dtype + std::string(" b2 h4/2 q1 kv2048 d128 bshd")).c_str(), core));
+    }
   }
   for (const kernel_table* table : tables()) {
     const bool by_pairs = table->dtype[MH_DTYPE_BF16].unit_steps == steps_of_pairs;
@@ -685,7 +690,7 @@ TEST_CASE("a decode step takes the heads of all batch entries as of one where no
 }
 
 TEST_CASE("heads side by side take turns where K and V are not in L2, in as few tasks as level the load") {
-  const auto turns = [](const char* line) { return plan_of(line).turns; };
+  const auto turns = [](const char* line) { return takes_turns(plan_of(line)); };
   CHECK(turns("f32 b1 h12 q1 kv1024 d64 bshd"));
   CHECK(turns("bf16 b4 h12/4 q1 kv1024 d64 bshd"));
   CHECK(!turns("f32 b1 h12 q1 kv1024 d64"));
@@ -694,6 +699,26 @@ TEST_CASE("heads side by side take turns where K and V are not in L2, in as few 
   CHECK(!turns("f32 b1 h12 q64 kv1024 d64 bshd"));
   CHECK(!turns("f32 b1 h12 q1 kv1024 d64 strides=lastdim"));
   CHECK(!turns("f32 b1 h12 q1 kv1024 d64 strides=odd"));
+  using keys = std::pair<int64_t, int64_t>;  // of K, of V
+  const auto turns_of = [](const char* line, cpu_core core, int64_t l3) {
+    const plan p = make_plan(problem_of(line), current_isa(), l2, core, l3);
+    return keys{p.k_turn, p.v_turn};
+  };
+  constexpr keys usual{16, 32};
+  CHECK(turns_of("f32 b1 h12 q1 kv8192 d64 bshd", cpu_core::other, l2) == usual);
+  // From memory in its order: the shorter the longer the rows of all heads are, but not too short for more rows.
+  const auto in_order = [&](const char* line) { return turns_of(line, cpu_core::zen5, l2); };
+  CHECK(turns_of("f32 b1 h12 q1 kv8192 d64 bshd", cpu_core::zen5, 1024 * l2) == usual);
+  CHECK(in_order("bf16 b1 h4/4 q1 kv8192 d64 bshd") == usual);
+  CHECK(in_order("bf16 b1 h8/8 q1 kv8192 d64 bshd") == keys{16, 16});
+  CHECK(in_order("bf16 b1 h8/8 q1 kv8192 d128 bshd") == keys{8, 8});
+  CHECK(in_order("f32 b1 h12 q1 kv8192 d64 bshd") == keys{4, 4});
+  CHECK(in_order("f32 b1 h32 q1 kv8192 d64 bshd") == keys{4, 4});
+  CHECK(in_order("f32 b1 h32 q2 kv8192 d128 bshd") == keys{2, 2});
+  CHECK(in_order("f32 b1 h32 q3 kv8192 d128 bshd") == keys{8, 8});
+  CHECK(in_order("f32 b1 h32 q5 kv8192 d128 bshd") == usual);
+  CHECK(in_order("f64 b1 h32 q3 kv8192 d128 bshd") == usual);
+  CHECK(in_order("f32 b1 h12 q1 kv8192 d64 strides=packed") == usual);
   CHECK(plan_of("f32 b1 h12 q4 kv1024 d64 bshd").heads_at_once == 12);
   CHECK(plan_of("f32 b1 h64 q4 kv1024 d64 bshd").heads_at_once == 32);
   CHECK(plan_of("f32 b1 h200 q1 kv1024 d64 bshd").heads_at_once == 128);

@@ -27,15 +27,13 @@ struct decode_task : step_weights<D> {
   using base = step_weights<D>;
   using base::base;
   using base::c, base::copy_rows, base::direct, base::factors, base::has_pairs, base::has_tiles, base::has_unit,
-      base::heads, base::in_place, base::is_usual, base::k_dim, base::keys_at_once, base::kv_head, base::many_registers,
-      base::most_rows, base::most_rows_of_pairs, base::on_unit, base::out, base::padded_rows, base::place_of,
-      base::place_of_pair, base::places, base::q_row, base::q_rows, base::row_max, base::row_sums, base::row_totals,
-      base::rows, base::scores, base::started, base::task, base::unit, base::v_back, base::v_dim, base::v_pairs,
-      base::w, base::widens, base::width, base::zeros;
+      base::heads, base::in_order, base::in_place, base::is_usual, base::k_dim, base::keys_at_once, base::kv_head,
+      base::many_registers, base::most_rows, base::most_rows_of_pairs, base::on_unit, base::out, base::padded_rows,
+      base::place_of, base::place_of_pair, base::places, base::q_row, base::q_rows, base::row_max, base::row_sums,
+      base::row_totals, base::rows, base::scores, base::started, base::task, base::unit, base::v_back, base::v_dim,
+      base::v_pairs, base::w, base::widens, base::width, base::zeros;
   using typename base::T;
 
-  // Of K that are worked on for a head before the next head, where heads take turns; of V keys_at_once.
-  static constexpr int64_t turn_keys = 16;
   static constexpr bool may_ask_own = many_registers && !widens;
 
   positions at;
@@ -63,6 +61,7 @@ struct decode_task : step_weights<D> {
     on_unit = has_unit && c.unit_steps && at.used <= c.unit_keys;
     kv_head = task.kv_head_begin;
     heads = task.kv_head_end - kv_head;
+    in_order = c.asks_in_order && (!take_turns() || heads * c.group == c.heads);
     rows = task.row_end - task.row_begin;
     padded_rows = !on_unit    ? rows + (adds_row() ? 1 : 0)
                   : has_tiles ? unit_blocks(rows).rows()
@@ -87,9 +86,14 @@ struct decode_task : step_weights<D> {
     return c.chunks > 1 ? min_of(end, (task.chunk + 1) * c.chunk_keys) : end;
   }
 
-  // Where heads lie side by side: so that a line, and a page, is read for all of them at about the same time. Each asks for its
-  // own rows of the next turn.
-  MH_INLINE bool take_turns() const { return c.turns && heads > 1; }
+  // Where heads lie side by side: so that a line, and a page, is read for all of them at about the same time.
+  MH_INLINE bool take_turns() const { return c.k_turn > 0 && heads > 1; }
+  // What head h asks for where its rows of this turn begin at x: its own further on; or, in the order of memory, as many bytes
+  // of all heads' rows of the next turn.
+  MH_INLINE rows_at<D> next_turn(rows_at<D> x, int64_t h, int64_t keys, int64_t dim) const {
+    if (!in_order) return x.from(c.k_turn);
+    return {x.from(keys).base + h * (keys - 1) * dim, dim};
+  }
 
   // More rows take those of K and V in several passes, and 5 to 12 were 1.06 to 1.5 times as slow.
   MH_INLINE asks way_of_asking() const {
@@ -175,7 +179,7 @@ struct decode_task : step_weights<D> {
     }
     asking(way_of_asking(), [&](auto way) MH_INLINE_LAMBDA {
       constexpr asks For = decltype(way)::value;
-      const rows_at<D> next = take_turns()       ? k.from(turn_keys)
+      const rows_at<D> next = take_turns()       ? next_turn(k, h, c.k_turn, c.head_dim)
                               : For == asks::own ? further_on(k, k_dim)
                                                  : in_place(c.v, c.v_strides, task.batch, kv_head + h, begin);
       this->template score<For>(h, first, rows_at<E>{k.base, k.stride}, keys, as_soon(next));
@@ -233,7 +237,7 @@ struct decode_task : step_weights<D> {
         const rows_at<E> rows_of_v{v.base, v.stride};
         if constexpr (For == asks::nothing)
           return this->template add_all<Careful, For>(h, first, rows_of_v, keys, last, soon{});
-        const rows_at<D> next = take_turns()       ? v.from(turn_keys)
+        const rows_at<D> next = take_turns()       ? next_turn(v, h, c.v_turn, c.v_dim)
                                 : For == asks::own ? further_on(v, v_dim)
                                                    : following_k(h, tile, end);
         this->template add_all<Careful, For>(h, first, rows_of_v, keys, last, as_soon(next));
@@ -292,7 +296,7 @@ struct decode_task : step_weights<D> {
       if (!t.all_visible) lap(clock, phase_mask);
       if (!any) return keep_heads(t);
       const int64_t keys = t.keys(), padded = round_up<paired<E> ? 2 * w : w>(keys);
-      const int64_t of_k = take_turns() ? turn_keys : keys, of_v = take_turns() ? keys_at_once : keys;
+      const int64_t of_k = take_turns() ? c.k_turn : keys, of_v = take_turns() ? c.v_turn : keys;
       for (int64_t first = 0; first < keys; first += of_k) {
         for (int64_t h = 0; h < heads; ++h) {
           if (see[h] != visibility::none) score_head<E>(h, t, first, min_of(of_k, keys - first));

@@ -96,10 +96,10 @@ MH_INLINE void put_sums(vec<float> (&x)[lanes<float>], vec<float> scale, float* 
     const __m512 row[4] = {_mm512_shuffle_f32x4(a, c, 0x88), _mm512_shuffle_f32x4(b, d, 0x88),
                            _mm512_shuffle_f32x4(a, c, 0xdd), _mm512_shuffle_f32x4(b, d, 0xdd)};
 #pragma GCC unroll 4
-    for (int q = 0; q < 4; ++q) (vec<float>(row[q]) * scale).store_aligned(to + (first + q * step) * stride);
+    for (int q = 0; q < 4; ++q) store<float>(to + (first + q * step) * stride, vec<float>(row[q]) * scale);
   };
   if constexpr (R == 1) {
-    (sums_of<float>(x) * scale).store_aligned(to);
+    store<float>(to, sums_of<float>(x) * scale);
   } else if constexpr (R == 8) {
     // Quarter q: rows 2 q and 2 q + 1 of a key, and of the next; then of the even rows and of the odd ones.
     __m512 two[8], four[2][4];
@@ -125,8 +125,8 @@ MH_INLINE void put_sums(vec<float> (&x)[lanes<float>], vec<float> scale, float* 
       const __m512 p = quarter_sums(x + 8 * i), q = quarter_sums(x + 8 * i + 4);
       eight[i] = _mm512_add_ps(_mm512_shuffle_f32x4(p, q, 0x88), _mm512_shuffle_f32x4(p, q, 0xdd));
     }
-    (vec<float>(_mm512_shuffle_f32x4(eight[0], eight[1], 0x88)) * scale).store_aligned(to);
-    (vec<float>(_mm512_shuffle_f32x4(eight[0], eight[1], 0xdd)) * scale).store_aligned(to + stride);
+    store<float>(to, vec<float>(_mm512_shuffle_f32x4(eight[0], eight[1], 0x88)) * scale);
+    store<float>(to + stride, vec<float>(_mm512_shuffle_f32x4(eight[0], eight[1], 0xdd)) * scale);
   }
 #else
   constexpr int w = static_cast<int>(lanes<float>);
@@ -134,7 +134,7 @@ MH_INLINE void put_sums(vec<float> (&x)[lanes<float>], vec<float> scale, float* 
   for (int r = 0; r < R; ++r) {
     vec<float> sum = x[r * w / R];
     for (int i = 1; i < w / R; ++i) sum = sum + x[r * w / R + i];
-    (sum * scale).store_aligned(to + r * stride);
+    store<float>(to + r * stride, sum * scale);
   }
 #endif
 }

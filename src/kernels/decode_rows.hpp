@@ -37,15 +37,14 @@ MH_INLINE void ask(const char* p) {
   __builtin_prefetch(p, 0, For == asks::other_l1 || For == asks::own ? 3 : 2);
 }
 
-// The next lines of N rows, N at a time: of rows without gaps in the order of memory where kernel_call.asks_in_order, else one
-// of each row.
+// The next lines of N rows, N at a time: of rows without gaps in the order of memory (step_rows::in_order), else one of each.
 template <int N>
 struct asked_rows {
   const char* at;
   int64_t apart;  // from a line to the next
   int64_t back;   // from behind the N-th to the first of the next N
-  MH_INLINE asked_rows(const kernel_call& c, soon rows)
-      : at(rows.base), apart(c.asks_in_order ? 64 : rows.stride), back(c.asks_in_order ? 0 : 64 - N * rows.stride) {}
+  MH_INLINE asked_rows(bool in_order, soon rows)
+      : at(rows.base), apart(in_order ? 64 : rows.stride), back(in_order ? 0 : 64 - N * rows.stride) {}
   template <asks For>
   MH_INLINE void ask_line() {
     ask<For>(at);
@@ -81,6 +80,7 @@ struct step_rows {
   const T* const* q_row;               // the first of those worked on
   T* k_copy;
   T* v_copy;
+  bool in_order;                     // kernel_call.asks_in_order, and the rows that this task reads have no gaps
   bool on_unit = false;              // products are the unit's
   bool is_usual[most_rows_at_once];  // of a head: its rows are for the unit
   alignas(64) bits<T> k_kept[w];     // of the last vector of K: all bits of a lane, or none

@@ -10,8 +10,9 @@ template <class D>
 struct step_scores : step_rows<D> {
   using base = step_rows<D>;
   using base::base;
-  using base::c, base::k_back, base::k_dim, base::k_kept, base::k_pairs, base::many_registers, base::most_rows,
-      base::most_rows_of_pairs, base::padded_rows, base::q, base::q_back, base::q_row, base::w;
+  using base::c, base::has_pairs, base::in_order, base::k_back, base::k_dim, base::k_kept, base::k_pairs,
+      base::many_registers, base::most_rows, base::most_rows_of_pairs, base::padded_rows, base::q, base::q_back,
+      base::q_row, base::w;
   using typename base::T;
 
   // Register budget: R rows x dots / R keys of accumulators, a pair of vectors of each row (R <= keys) or of each key (else), a
@@ -23,7 +24,8 @@ struct step_scores : step_rows<D> {
 
   MH_INLINE void carve(carver& from, int64_t head_count, int64_t head_rows) {
     base::carve(from, head_count, head_rows);
-    width = round_up<max_of(2 * w, dots)>(c.block_kv);
+    // By pairs whole vectors of scores are stored, behind those of a short turn too.
+    width = round_up<max_of(2 * w, dots)>(c.block_kv) + (has_pairs && c.k_turn % w != 0 ? w : 0);
     scores = from.take<T>(head_count * head_rows * width);
   }
 
@@ -40,7 +42,7 @@ struct step_scores : step_rows<D> {
     vec<T> acc[R * K];
 #pragma GCC unroll 16
     for (int i = 0; i < R * K; ++i) acc[i] = vec<T>(T(0));
-    asked_rows<K> asked(c, next);
+    asked_rows<K> asked(in_order, next);
     const auto ask_lines = [&]() MH_INLINE_LAMBDA {
 #pragma GCC unroll 16
       for (int i = 0; i < K; ++i) asked.template ask_line<For>();
@@ -145,7 +147,7 @@ struct step_scores : step_rows<D> {
       for (int i = 0; i < some; ++i) each[i] = k.from(have_all ? 0 : min_of(first + i, keys - 1)).base;
       const auto key = [&](int i) MH_INLINE_LAMBDA { return have_all ? four[i / 4] + i % 4 * stride : each[i]; };
       const uint32_t* of_q = reinterpret_cast<const uint32_t*>(q) + r * (k_dim / 2);
-      asked_rows<some> asked(c, next.from(first));
+      asked_rows<some> asked(in_order, next.from(first));
       for (int64_t d = 0, end = k_dim - (last_back > 0 ? 2 * w : 0);; end = k_dim) {
         do {
 #pragma GCC unroll 8

@@ -10,8 +10,9 @@ template <class D>
 struct step_values : step_scores<D> {
   using base = step_scores<D>;
   using base::base;
-  using base::c, base::many_registers, base::most_rows, base::padded_rows, base::place_of, base::place_of_pair,
-      base::rows, base::scores, base::v_back, base::v_dim, base::v_pairs, base::w, base::widens, base::width;
+  using base::c, base::in_order, base::many_registers, base::most_rows, base::padded_rows, base::place_of,
+      base::place_of_pair, base::rows, base::scores, base::v_back, base::v_dim, base::v_pairs, base::w, base::widens,
+      base::width;
   using typename base::T;
 
   static constexpr int64_t keys_at_once = 32;  // rows of V that stay in L1: 16 KB of 128 floats
@@ -32,7 +33,7 @@ struct step_values : step_scores<D> {
   MH_INLINE void carve(carver& from, int64_t head_count, int64_t head_rows) {
     base::carve(from, head_count, head_rows);
     out = from.take<T>(head_count * head_rows * v_dim);
-    unfinished = from.take<T>(c.turns ? head_count * head_rows * v_dim : 0);
+    unfinished = from.take<T>(c.k_turn > 0 ? head_count * head_rows * v_dim : 0);
   }
 
   // What of a tile's sums some keys are: whether keys before them are in them, whether these are the last, and then whether they
@@ -147,7 +148,7 @@ struct step_values : step_scores<D> {
     const auto add = [&]<int Pairs, int Single>() MH_INLINE_LAMBDA {
       constexpr int64_t dims = (2 * Pairs + (paired<E> ? 2 : 1) * Single) * w;
       // In the order of memory as many bytes of it.
-      const soon asked = c.asks_in_order ? soon{next.base + keys * d * size, dims * size} : next.from(0, d * size);
+      const soon asked = in_order ? soon{next.base + keys * d * size, dims * size} : next.from(0, d * size);
       add_values<Careful, R, Pairs, Single, For>(v, keys, r, p, d, of, asked);
       d += dims;
     };

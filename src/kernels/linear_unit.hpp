@@ -112,9 +112,9 @@ struct linear_unit_task {
           split_pairs<D, format>(pair, part);
           for (int n = 0; n < parts; ++n) pairs[n][i] = part[n];
         }
-        uint32_t* const block = to + (column / unit_rows * steps + 2 * slot / unit_step) * parts * unit_block;
+        uint32_t* const of_slot = to + (column / unit_rows * steps + 2 * slot / unit_step) * parts * unit_block;
         for (int n = 0; n < parts; ++n)
-          put_weights(block + n * unit_block, column % unit_rows, 2 * slot % unit_step, pairs[n]);
+          put_weights(of_slot + n * unit_block, column % unit_rows, 2 * slot % unit_step, pairs[n]);
       }
       usual = usual && seen.rows_fit();
     }

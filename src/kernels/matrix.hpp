@@ -194,7 +194,7 @@ struct matrix_task {
       (vec<T>::load_aligned(row + l) + x).store_aligned(row + l);
       x = vec<T>(T(0));
     }
-    MH_INLINE void put(int64_t at, vec<T>* x) const {
+    MH_INLINE void put(int64_t slot, vec<T>* x) const {
       constexpr int parts = values::weight_parts(Fast);
       word_vec split[parts][weight_pairs];
 #pragma GCC unroll 2
@@ -210,7 +210,7 @@ struct matrix_task {
         for (int n = 0; n < parts; ++n) split[n][pair] = of_pair[n];
       }
 #pragma GCC unroll 3
-      for (int n = 0; n < parts; ++n) put_weights(of.weights + n * part, l, at, split[n]);
+      for (int n = 0; n < parts; ++n) put_weights(of.weights + n * part, l, slot, split[n]);
     }
 
     job& of;
@@ -251,8 +251,8 @@ struct matrix_task {
     lines_ahead& from = soon.empty() ? ahead : soon;
     line_walk next = from.walk;
     next.turn();
-    const int64_t more = &from == &ahead ? more_lines : 0;
-    const auto meanwhile = [&panel, &next, more]() MH_INLINE_LAMBDA {
+    [[maybe_unused]] const int64_t more = &from == &ahead ? more_lines : 0;
+    const auto meanwhile = [&]() MH_INLINE_LAMBDA {
       if (!panel.is_done()) panel.template weigh<Turn>();
       if constexpr (asks_ahead) {
 #pragma GCC unroll 4
