@@ -632,7 +632,8 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cp
   const bool zen5_memory = zen5 && l3s > 0.5;
   // Nor where tiles are larger than L1 (decode_keys), but on Zen 5 from memory: 1.15 to 1.2 times as fast.
   plan.asks_l1 = core != cpu_core::zen4 && (zen5_memory || !(plan.unit_steps && rows <= 2));
-  plan.asks_in_order = zen5 && ((rows <= 4 && has_rows_in_order(p)) || has_heads_in_order(p));
+  const int64_t most_at_once = plan.unit_steps ? 8 : 4;  // more ask once a pass
+  plan.asks_in_order = zen5 && ((rows <= most_at_once && has_rows_in_order(p)) || has_heads_in_order(p));
   plan.whole_v_rows = rows <= 4 && (dtype_bytes(p.dtype) == 2 ? zen5_memory && plan.unit_steps : plan.asks_own);
   const bool matrix = plan.kernel == route_matrix;
   plan.panel_rows = matrix ? matrix_rows : table.panel_rows[f64];

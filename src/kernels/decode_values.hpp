@@ -10,16 +10,17 @@ template <class D>
 struct step_values : step_scores<D> {
   using base = step_scores<D>;
   using base::base;
-  using base::c, base::in_order, base::many_registers, base::most_rows, base::padded_rows, base::place_of,
-      base::place_of_pair, base::rows, base::scores, base::v_back, base::v_dim, base::v_pairs, base::w, base::widens,
-      base::width;
+  using base::c, base::in_order, base::many_registers, base::most_rows, base::most_rows_of_pairs, base::padded_rows,
+      base::place_of, base::place_of_pair, base::rows, base::scores, base::v_back, base::v_dim, base::v_pairs, base::w,
+      base::widens, base::width;
   using typename base::T;
 
   static constexpr int64_t keys_at_once = 32;  // rows of V that stay in L1: 16 KB of 128 floats
   // Register budget: R rows x pairs of vectors of accumulators, R weights, a pair: of 32 registers 16 + 4 + 2, of 16 8 + 4 + 2,
-  // with a single vector, too, for two rows 18 + 2 + 2 and 10 + 2 + 2. One row: as many as hide the latency of a sum.
+  // with a single vector, too, for two rows 18 + 2 + 2 and 10 + 2 + 2. One row: as many as hide the latency of a sum. Eight by pairs
+  // 16 + 8 + 2: two rows of V are joined once for all.
   template <int R>
-  static constexpr int pairs_of = min_of(4, (many_registers ? 8 : 4) / R);
+  static constexpr int pairs_of = max_of(1, min_of(4, (many_registers ? 8 : 4) / R));
 
   T* out;                           // [heads * padded_rows][v_dim]
   T* unfinished;                    // the same: where heads take turns, a tile's sums so far
@@ -202,7 +203,7 @@ struct step_values : step_scores<D> {
     const int64_t step = one_pass ? keys : keys_at_once;
     for (int64_t i = 0; i < keys; i += step) {
       const bool begins = first + i == 0;
-      add_all_rows<Careful, most_rows, For>(
+      add_all_rows<Careful, paired<E> ? most_rows_of_pairs : most_rows, For>(
           h * padded_rows, (h + 1) * padded_rows, first + i, v.from(i), min_of(step, keys - i),
           one_pass ? part{!begins, last, started[h]} : part{false, true, started[h] || !begins}, next.from(i));
     }
