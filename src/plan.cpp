@@ -325,14 +325,21 @@ int64_t heads_of_task(const plan& plan, bool in_l2, int64_t l2_bytes) {
 // 2 to 64 heads of 64 to 128, f32, bf16 and f16, 1.35 times as fast on one thread as with own rows asked for in usual turns, 1.25
 // on two (0.94 to 1.86), AVX2 1.41 and 1.30; in the order of memory alone 1.05 to 1.45, more than four rows 0.95 to 1.46. Of
 // 16 bits and 2 KB in rows of all heads 8 keys are best (16: 0.85 to 1.0, 4: 0.95 to 1.0), of 512 bytes 32 (8: 0.84), of f32 and 4
-// KB 4 (8: 0.85, 2: 1.0), of 16 KB 2 (4: 0.75); three and four rows 8 (4: 0.7 to 1.08). From L3 0.65 to 1.1.
+// KB 4 (8: 0.85, 2: 1.0), of 16 KB 2 (4: 0.75); three and four rows 8 (4: 0.7 to 1.08). From L3 these were
+// 0.65 to 1.1, and turns of 64 keys, where they bring no more than 256 KB, 1.04 on one thread and two (19 shapes, 0.95 to 1.25; of
+// 512 KB 0.77 to 1.0).
 void set_turns(plan& plan, bool from_memory) {
   const problem& p = plan.p;
   const int64_t rows = p.group() * p.q_len, element = dtype_bytes(p.dtype);
   plan.k_turn = 16;
   plan.v_turn = 32;
-  if (!plan.asks_in_order || !from_memory || rows > 4 || (rows > 2 && element > 4)) return;
+  if (!plan.asks_in_order || rows > 4) return;
   const int64_t bytes = p.kv_heads * std::max(p.head_dim, p.v_dim) * element;
+  if (!from_memory) {
+    if (bytes <= 4096) plan.k_turn = plan.v_turn = 64;
+    return;
+  }
+  if (rows > 2 && element > 4) return;
   const int64_t least = rows > 2 ? 8 : bytes > 8192 ? 2 : 4;
   const auto fitting = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(16384 / bytes)));
   plan.v_turn = std::clamp(fitting, least, plan.v_turn);

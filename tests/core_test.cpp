@@ -710,7 +710,9 @@ TEST_CASE("heads side by side take turns where K and V are not in L2, in as few 
   CHECK(turns_of("f32 b1 h12 q1 kv8192 d64 bshd", cpu_core::other, l2) == usual);
   // From memory in its order: the shorter the longer the rows of all heads are, but not too short for more rows.
   const auto in_order = [&](const char* line) { return turns_of(line, cpu_core::zen5, l2); };
-  CHECK(turns_of("f32 b1 h12 q1 kv8192 d64 bshd", cpu_core::zen5, 1024 * l2) == usual);
+  CHECK(turns_of("f32 b1 h12 q1 kv8192 d64 bshd", cpu_core::zen5, 1024 * l2) == keys{64, 64});
+  CHECK(turns_of("f32 b1 h12 q5 kv8192 d64 bshd", cpu_core::zen5, 1024 * l2) == usual);
+  CHECK(turns_of("f32 b1 h17 q1 kv8192 d64 bshd", cpu_core::zen5, 1024 * l2) == usual);
   CHECK(in_order("bf16 b1 h4/4 q1 kv8192 d64 bshd") == usual);
   CHECK(in_order("bf16 b1 h8/8 q1 kv8192 d64 bshd") == keys{16, 16});
   CHECK(in_order("bf16 b1 h8/8 q1 kv8192 d128 bshd") == keys{8, 8});
