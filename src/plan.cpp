@@ -577,7 +577,6 @@ kernel_call make_call(const plan& plan, const problem& p) {
 kernel_call last_call(const plan& plan, const kernel_call& of_panels) {
   kernel_call c = of_panels;
   c.unit_steps = last_by_pairs(plan);
-  c.whole_v_rows = plan.asks_own && dtype_bytes(plan.p.dtype) > 2;
   c.unit_keys = std::numeric_limits<int64_t>::max();
   c.block_kv = decode_keys(plan.p, plan.last_rows);
   c.copy_kv = needs_copy(plan.p, route_decode, plan.lanes());
@@ -641,7 +640,7 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cp
   plan.asks_l1 = core != cpu_core::zen4 && (zen5_memory || !(plan.unit_steps && rows <= 2));
   const int64_t most_at_once = plan.unit_steps ? 8 : 4;  // more ask once a pass
   plan.asks_in_order = zen5 && ((rows <= most_at_once && has_rows_in_order(p)) || has_heads_in_order(p));
-  plan.whole_v_rows = rows <= 4 && (dtype_bytes(p.dtype) == 2 ? zen5_memory && plan.unit_steps : plan.asks_own);
+  plan.whole_v_rows = dtype_bytes(p.dtype) == 2 ? zen5_memory && plan.unit_steps && rows <= 4 : plan.asks_own;
   const bool matrix = plan.kernel == route_matrix;
   plan.panel_rows = matrix ? matrix_rows : table.panel_rows[f64];
   const std::optional<problem> one = plan.kernel == route_decode && !has_second_pass(p) ? joined(p) : std::nullopt;

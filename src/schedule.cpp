@@ -157,12 +157,7 @@ void schedule::put_rows(int64_t position, kernel_task& t) const {
   t.chunk = chunks > 1 ? position % chunks : 0;
   int64_t piece = chunks > 1 ? position / chunks : position;
   if (cut_.last_longest) piece = cut_.head_pieces - 1 - piece;
-  if (weighs) {
-    t.row_block = piece;
-    t.row_begin = piece * cut_.piece_rows;
-    t.row_end = piece + 1 < cut_.head_pieces ? t.row_begin + cut_.piece_rows : all_rows;
-    return;
-  }
+  if (weighs) return row_blocks{cut_.head_pieces, cut_.piece_rows, all_rows}.put(piece, t);
   t.row_block = plan_.row_blocks > 1 ? std::min(piece / cut_.block_pieces, plan_.row_blocks - 1) : 0;
   piece -= t.row_block * cut_.block_pieces;
   const int64_t block_begin = t.row_block * plan_.block_q;

@@ -42,6 +42,16 @@ class schedule {
   task_cut cut_;
 };
 
+// Block `block` of a kv head's rows, of which all blocks but the last have as many; that one may have more or fewer.
+struct row_blocks {
+  int64_t count, block_rows, all_rows;
+  void put(int64_t block, kernel_task& t) const {
+    t.row_block = block;
+    t.row_begin = block * block_rows;
+    t.row_end = block + 1 < count ? t.row_begin + block_rows : all_rows;
+  }
+};
+
 // The most tasks that a plan can be cut into.
 int64_t most_tasks(const plan& plan);
 

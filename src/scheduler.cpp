@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstring>
 
 #include "blocks.hpp"
 #include "deal.hpp"
@@ -135,9 +134,12 @@ int64_t row_tasks(const plan& plan, int64_t row_blocks, bool all_heads) {
 int64_t weights_tasks(const plan& plan) {
   return plan.keeps == keeping::of_all ? row_tasks(plan, plan.weighed_blocks, means(plan.p)) : 0;
 }
-int64_t scores_blocks(const plan& plan) { return blocks(plan.p.group() * plan.p.q_len, scores_block_q(plan)); }
+row_blocks scores_blocks(const plan& plan) {
+  const int64_t all = plan.p.group() * plan.p.q_len, rows = scores_block_q(plan);
+  return {blocks(all, rows), rows, all};
+}
 int64_t scores_tasks(const plan& plan) {
-  return plan.p.has_output(MH_OUTPUT_SCORES) ? row_tasks(plan, scores_blocks(plan), false) : 0;
+  return plan.p.has_output(MH_OUTPUT_SCORES) ? row_tasks(plan, scores_blocks(plan).count, false) : 0;
 }
 
 void set_tensors(kernel_call& c, const mh_tensors& t) {
@@ -185,9 +187,15 @@ void merge_chunks(const plan& plan, const kernel_call& c, int64_t threads, const
   });
 }
 
+// Column sums of a block of rows of a query head, counted through the batch.
+template <class Real>
+Real* columns_of(const kernel_call& c, int64_t head_index, int64_t block) {
+  return static_cast<Real*>(c.column_partials) + (head_index * c.row_blocks + block) * c.kv_len;
+}
+
 template <class Real>
 void add_columns(const kernel_call& c, const problem& p, Real* sums, int64_t head_index) {
-  const Real* from = static_cast<const Real*>(c.column_partials) + head_index * c.row_blocks * c.kv_len;
+  const Real* from = columns_of<Real>(c, head_index, 0);
   Real* to = sums + head_index / c.heads * p.column_sums_strides[0] + head_index % c.heads * p.column_sums_strides[1];
   for (int64_t k = 0; k < c.kv_len; ++k) {
     Real sum = 0;
@@ -230,14 +238,12 @@ struct job {
     t.kept = kept + from * (plan.p.is_f64() ? 8 : 4);
   }
 
-  // Task `now` of row_tasks. All blocks but the last, which may have more or fewer, are of block_q rows.
-  kernel_task rows_at(const turn& now, int64_t block_q, int64_t row_blocks, bool all_heads) const {
+  // Task `now` of row_tasks.
+  kernel_task rows_at(const turn& now, const row_blocks& of, bool all_heads) const {
     kernel_task t{};
     t.scratch = slot(now.worker);
-    const int64_t i = now.index / row_blocks;
-    t.row_block = now.index % row_blocks;
-    t.row_begin = t.row_block * block_q;
-    t.row_end = t.row_block + 1 < row_blocks ? t.row_begin + block_q : c.rows;
+    const int64_t i = now.index / of.count;
+    of.put(now.index % of.count, t);
     t.kv_head_begin = all_heads ? 0 : i % plan.p.kv_heads;
     t.kv_head_end = all_heads ? plan.p.kv_heads : t.kv_head_begin + 1;
     t.batch = all_heads ? i : i / plan.p.kv_heads;
@@ -247,10 +253,13 @@ struct job {
   // Those of a block of rows begin at 0.
   void clear_columns(const kernel_task& t) const {
     if (plan.column_bytes == 0) return;
-    const int64_t bytes = c.kv_len * (plan.p.is_f64() ? 8 : 4);
     for (int64_t head = t.kv_head_begin * c.group; head < t.kv_head_end * c.group; ++head) {
-      const int64_t block = (t.batch * c.heads + head) * c.row_blocks + t.row_block;
-      std::memset(static_cast<char*>(c.column_partials) + block * bytes, 0, static_cast<size_t>(bytes));
+      const int64_t index = t.batch * c.heads + head;
+      if (plan.p.is_f64()) {
+        std::fill_n(columns_of<double>(c, index, t.row_block), c.kv_len, 0.0);
+      } else {
+        std::fill_n(columns_of<float>(c, index, t.row_block), c.kv_len, 0.0F);
+      }
     }
   }
 
@@ -304,16 +313,18 @@ __attribute__((noinline)) void later_passes(const job& j, void* column_sums, int
                                             const watched_call& watched) {
   const plan& plan = j.plan;
   const problem& p = plan.p;
+  const row_blocks weighed{plan.weighed_blocks, plan.weighed_rows, j.c.rows};
   for_each(weights_tasks(plan), threads, exec, watched, phase_weights, [&](const turn& now) {
-    kernel_task t = j.rows_at(now, plan.weighed_rows, plan.weighed_blocks, means(p));
+    kernel_task t = j.rows_at(now, weighed, means(p));
     j.keep_of_all(t);
     j.clear_columns(t);
     j.kernels.weights(&j.c, &t);
   });
   if (p.has_output(MH_OUTPUT_SCORES)) {
     const kernel_call scores = scores_call(plan, j.c);
+    const row_blocks of_scores = scores_blocks(plan);
     for_each(scores_tasks(plan), threads, exec, watched, phase_weights, [&](const turn& now) {
-      const kernel_task t = j.rows_at(now, scores_block_q(plan), scores_blocks(plan), false);
+      const kernel_task t = j.rows_at(now, of_scores, false);
       j.kernels.scores(&scores, &t);
     });
   }

@@ -205,9 +205,9 @@ class matrix_unit {
   matrix_unit& operator=(const matrix_unit&) = delete;
 
   // c (rows x 32, c_stride apart) = A B, or += where `add`. meanwhile() is called once for each 64 cycles of the unit's work:
-  // other work, of vectors, that the product need not wait for. Once: A is read once, B again and again; lines of A, which come
+  // other work, of vectors, that the product need not wait for. Layer: A is read once, B again and again; lines of A, which come
   // from L2, then leave those of B in L1.
-  template <class Format, bool Once = false, class Meanwhile>
+  template <class Format, bool Layer = false, class Meanwhile>
   MH_INLINE void product(const unit_a& a, const unit_b& b, const unit_terms& terms, const unit_extent& size, float* c,
                          int64_t c_stride, bool add, Meanwhile meanwhile) const {
     const int64_t steps = steps_of(size.sums);
@@ -231,7 +231,7 @@ class matrix_unit {
     for (int i = 0; i < terms.a_parts; ++i) {
       for (int64_t step = 0; step < steps; ++step) {
         const uint16_t* at = a.base + i * a.part + step * a.step;
-        if constexpr (Once) {
+        if constexpr (Layer) {
           _tile_stream_loadd(4, at, row);
           if (both) _tile_stream_loadd(5, at + 16 * a.row, row);
         } else {
@@ -280,9 +280,9 @@ class matrix_unit {
  public:
   static constexpr int turn_lines = 24;  // a turn of heads of 64 takes 400 cycles
 
-  // c (rows x 32, c_stride apart) = A B, or += where `add`. meanwhile() is called between stretches of rows. Once: B, which
+  // c (rows x 32, c_stride apart) = A B, or += where `add`. meanwhile() is called between stretches of rows. Layer: B, which
   // comes from far away, is asked for by the first stretch.
-  template <class Format, bool Once = false, class Meanwhile>
+  template <class Format, bool Layer = false, class Meanwhile>
   MH_INLINE void product(const unit_a& a, const unit_b& b, const unit_terms& terms, const unit_extent& size, float* c,
                          int64_t c_stride, bool add, Meanwhile meanwhile) const {
     for (int i = 0; i < terms.a_parts; ++i) {
@@ -294,7 +294,7 @@ class matrix_unit {
                    (size.sums + 1) / 2,
                    c,
                    c_stride};
-        const rows_fn* of_rows = rows_of<Once>[add][at.pairs >= 2];
+        const rows_fn* of_rows = rows_of<Layer>[add][at.pairs >= 2];
         for (int64_t left = size.rows; left > 0; meanwhile()) {
           const int64_t count = at_once(left);
           of_rows[count](at);
@@ -409,7 +409,7 @@ class matrix_unit {
   static constexpr int turn_lines = 0;  // it takes no turns
 
   // c (rows x 32, c_stride apart) = A B, or += where `add`.
-  template <class Format, bool Once = false, class Meanwhile>
+  template <class Format, bool Layer = false, class Meanwhile>
   MH_INLINE void product(const unit_a& a, const unit_b& b, const unit_terms& terms, const unit_extent& size, float* c,
                          int64_t c_stride, bool add, Meanwhile) const {
     const int64_t steps = steps_of(size.sums);
@@ -464,7 +464,7 @@ class matrix_unit {
  public:
   static constexpr int turn_lines = 4;
 
-  template <class Format, bool Once = false, class Meanwhile>
+  template <class Format, bool Layer = false, class Meanwhile>
   void product(const unit_a& a, const unit_b& b, const unit_terms& terms, const unit_extent& size, float* c,
                int64_t c_stride, bool add, Meanwhile meanwhile) const {
     for (int64_t m = 0; m < size.rows; ++m) {
