@@ -736,6 +736,7 @@ std::string as_json(const plan& plan, const schedule& order, int64_t threads) {
   out.key("row_blocks").value(plan.row_blocks).key("last_rows").value(plan.last_rows).key("chunks").value(plan.chunks);
   out.key("chunk_keys").value(plan.chunk_keys).key("tasks").value(order.tasks());
   out.key("copies_kv").value(plan.copy_kv).key("unit_steps").value(plan.unit_steps);
+  out.key("asks_in_order").value(plan.kernel == route_decode && plan.prefetch && plan.asks_in_order);
   out.key("second_pass").value(has_second_pass(plan.p));
   out.key("scratch_bytes_per_thread").value(plan.scratch_bytes).key("shared_bytes").value(plan.shared_bytes);
   out.key("flops").value(plan.flops).key("bytes").value(plan.bytes).key("tiles_skipped").value(plan.tiles_skipped);

@@ -198,8 +198,9 @@ TEST_CASE("a plan's JSON is JSON") {
     const std::string text = describe(make_plan(test_case(line, false).p, current_isa(), l2), true);
     INFO(std::string(text));
     CHECK(is_json(text));
-    for (const char* key : {"\"kernel\"", "\"isa\"", "\"block_q\"", "\"last_rows\"", "\"block_kv\"", "\"chunks\"",
-                            "\"tasks\"", "\"flops\"", "\"bytes\"", "\"tiles_skipped\"", "\"threads\"", "\"balance\""})
+    for (const char* key :
+         {"\"kernel\"", "\"isa\"", "\"block_q\"", "\"last_rows\"", "\"block_kv\"", "\"chunks\"", "\"tasks\"",
+          "\"asks_in_order\"", "\"flops\"", "\"bytes\"", "\"tiles_skipped\"", "\"threads\"", "\"balance\""})
       CHECK(text.find(key) != text.npos);
   }
 }

@@ -97,6 +97,7 @@ def test_what_was_measured_is_the_whole_table():
 
 def predicted(line: str, threads: int = 1, **rates: float) -> predict.Prediction:
     planned = _measure.Planned(line, threads=threads)
+    planned.plan["asks_in_order"] = False  # whatever CPU this is
     moved = predict.traffic(planned, 1 << 20)
     known = {"arithmetic": ARITHMETIC, "clock": CLOCK, "read": 1e12, "moved": moved, "level": "L2"} | rates
     return predict.predict(planned, predict.Rates(**known))
@@ -153,6 +154,19 @@ def test_steps_by_pairs_are_multiplied_at_the_rate_of_the_unit():
     twice = replace(row["rates"], arithmetic=2 * row["rates"].arithmetic)
     fast, slow = predict.predict(pairs, twice).terms, predict.predict(fmas, row["rates"]).terms
     assert fast["scores"] < 0.6 * slow["scores"] and fast["values"] < 0.8 * slow["values"]
+
+
+def test_lines_asked_for_in_the_order_of_memory_come_in_time():
+    row = next(row for row in MEASURED if row["route"] == "decode" and row["isa"] == "avx512")
+
+    def seconds(line: str, **plan: bool) -> float:
+        planned = as_planned(row | {"problem": line, "plan": row["plan"] | plan})
+        return predict.predict(planned, replace(row["rates"], moved=2 * predict.FAR)).seconds
+
+    one_by_one, side_by_side = "bf16 b1 h8/2 q1 kv4096 d64", "bf16 b1 h8/2 q1 kv4096 d64 bshd"
+    for line in (one_by_one, side_by_side):
+        assert seconds(line, asks_in_order=True) < seconds(line)
+    assert seconds(one_by_one, asks_in_order=True) < seconds(side_by_side, asks_in_order=True)
 
 
 def test_twice_the_heads_take_twice_as_long():

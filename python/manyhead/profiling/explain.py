@@ -314,9 +314,10 @@ def _copies(planned: Planned, shape: Shape) -> str:
     if planned.route == "matrix":
         return "brought into the unit's order tile by tile, once for each task: V, and K unless it is so already"
     if not planned.plan["copies_kv"]:
+        asked = ", asked for in the order of memory" if planned.plan.get("asks_in_order") else ""
         if planned.plan.get("unit_steps"):
-            return "read where they lie, K without a copy, two rows of V joined at a time"
-        return "read where they lie, without a copy"
+            return f"read where they lie, K without a copy, two rows of V joined at a time{asked}"
+        return f"read where they lie, without a copy{asked}"
     if planned.route == "decode":
         return f"copied tile by tile, because rows of {shape.d} and {shape.v} are not whole vectors of {shape.lanes}"
     if shape.item == 2:
