@@ -144,8 +144,8 @@ EXPOSED_FAR = 0.55
 FAR = 1e8  # bytes
 FAR_LINE = 12.0  # cycles that a thread takes to read a line, where fewer bytes lie as far away: from L3 it is 8 to 10
 APART = 1.6  # times as long
-# Where the plan has lines asked for in the order of memory (Zen 5), they come in time: 64 MB on one thread 1.0 to 1.5 times as
-# long as rows without gaps, which wait no longer.
+# Where the plan has lines asked for in the order of memory (Zen 5), they come in time: 64 MB on one thread 1.0 to 1.5
+# times as long as rows without gaps, which wait no longer.
 APART_IN_ORDER = 1.3
 
 F64_SOFTMAX = 1.4  # times as long: a polynomial of degree 11 instead of 6
