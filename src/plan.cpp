@@ -23,8 +23,8 @@
 //   Zen 5: f32 and f64 with AVX-512 ask each for its own (decode.hpp: further_on): heads of 16 to 256, 1 to 12 rows,
 //   1.0 to 1.3 times as fast on one thread, 0.97 to 1.3 on two. In 16 bits 0.55 to 1.09, with AVX2 0.5 to 1.3: not there.
 //   What it finds in half of L3 it brings itself: 3 to 13 MB without asking, 1 to 4 rows, f32, AVX-512 0.95 to 1.27 times as fast, AVX2 0.91 to 1.28, one thread and two; 16 MB 0.79 to
-//   1.16, more 0.6 to 0.9; bf16 0.92 to 1.08. Up to four rows ask line after line, in all types: from memory 0.98 to 1.33,
-//   from L3 0.95 to 1.07; heads that lie side by side, any number of rows, in shorter turns (set_turns). One and two rows of
+//   1.16, more 0.6 to 0.9; bf16 0.92 to 1.08. Up to four rows, by pairs eight, ask line after line, in all types: from
+//   memory 0.98 to 1.33, from L3 0.95 to 1.07; and any number of heads that lie side by side (set_turns). One and two rows of
 //   bf16 by pairs from memory into L1 (1.15 to 1.2), four of them with whole rows of V in twos (1.07 to 1.12).
 //   Zen 4: what is asked for into L1 is late from memory. Each for its own 0.43 to 0.98 times as fast there, 16 bits into
 //   L2 instead of L1 1.35 to 2.1 (heads of 32 0.9). Own into L2 is 0.9 to 1.2 of the usual way from memory and 0.9 from L3:
@@ -302,8 +302,8 @@ bool adds_rows(cpu_core core, const plan& plan) {
 // eighth is 0.97 to 0.99 as fast.
 // From further away whole heads are read 0.7 to 1.0 times as fast where others come between: only those of one tile that
 // fit into L1.
-// But where heads lie side by side in rows, all of them go through 16 keys of K and 32 of V in turn, so that lines that two of
-// them share, rows that the hardware fetches together and pages are wanted once. On an Intel Xeon (AMX), 2 to 32 heads of 40 to
+// But where heads lie side by side in rows, all of them go through a few keys of K, and of V, in turn (set_turns), so that lines
+// that two of them share, rows that the hardware fetches together and pages are wanted once. On an Intel Xeon (AMX), 2 to 32 heads of 40 to
 // 128, 1 to 8 rows each, from L3 and memory, 19 shapes, one thread and two: f32 0.96 to 2.2 times as fast (mean 1.31 and 1.34), bf16
 // 0.98 to 2.3 (1.47 and 1.41), AVX2 0.92 to 2.2 (1.31 to 1.41). With whole tiles of each head in turn 0.86 to 1.22; with 12 of 20 to
 // 64 heads a task 0.73 to 1.12 of it, with 32 keys of K a turn 0.91 and 0.97, with 64 of both 0.83.
@@ -321,18 +321,18 @@ int64_t heads_of_task(const plan& plan, bool in_l2, int64_t l2_bytes) {
 
 // Of so many keys are the turns of heads that lie side by side (heads_of_task): of K a block of scores of one row, of V as many as
 // have a sum of their own where there are more than four rows (decode_values.hpp). Where all is asked for in the order of
-// memory and comes from there, up to four rows have shorter turns, nearer to that order: on Zen 5, 53 shapes of 1 to 16 rows and
-// 2 to 64 heads of 64 to 128, f32, bf16 and f16, 1.35 times as fast on one thread as with own rows asked for in usual turns, 1.25
-// on two (0.94 to 1.86), AVX2 1.41 and 1.30; in the order of memory alone 1.05 to 1.45, more than four rows 0.95 to 1.46. Of
-// 16 bits and 2 KB in rows of all heads 8 keys are best (16: 0.85 to 1.0, 4: 0.95 to 1.0), of 512 bytes 32 (8: 0.84), of f32 and 4
-// KB 4 (8: 0.85, 2: 1.0), of 16 KB 2 (4: 0.75); three and four rows 8 (4: 0.7 to 1.08). From L3 these were
-// 0.65 to 1.1, and turns of 64 keys, where they bring no more than 256 KB, 1.04 on one thread and two (19 shapes, 0.95 to 1.25; of
-// 512 KB 0.77 to 1.0).
+// memory (by tasks of all heads, or of so many that a head's part lies in one row) and comes from there, up to four rows have
+// shorter turns, nearer to that order: on Zen 5, 53 shapes of 1 to 16 rows and 2 to 64 heads of 64 to 128, f32, bf16 and f16,
+// 1.35 times as fast on one thread as with own rows asked for in usual turns, 1.25 on two (0.94 to 1.86), AVX2 1.41 and 1.30;
+// in the order of memory alone 1.05 to 1.45, more than four rows 0.95 to 1.46. Of 16 bits and 2 KB in rows of all heads 8 keys
+// are best (with 16 0.85 to 1.0 times as fast, 4 0.95 to 1.0), of 512 bytes 32 (8 0.84), of f32 and 4 KB 4 (8 0.85, 2 1.0), of
+// 16 KB 2 (4 0.75); three and four rows 8 (4 0.7 to 1.08). From L3 these were 0.65 to 1.1, and turns of 64 keys, where they
+// bring no more than 256 KB, 1.04 on one thread and two (19 shapes, 0.95 to 1.25; of 512 KB 0.77 to 1.0).
 void set_turns(plan& plan, bool from_memory) {
   const problem& p = plan.p;
   const int64_t rows = p.group() * p.q_len, element = dtype_bytes(p.dtype);
-  plan.k_turn = 16;
-  plan.v_turn = 32;
+  plan.k_turn = usual_k_turn;
+  plan.v_turn = usual_v_turn;
   if (!plan.asks_in_order || rows > 4) return;
   const int64_t bytes = p.kv_heads * std::max(p.head_dim, p.v_dim) * element;
   if (!from_memory) {

@@ -51,9 +51,8 @@ struct plan {
   bool whole_v_rows;             // four rows read V twice, not by halves of its rows
   bool adds_rows;                // 3 rows more than whole fours are done as four
   bool unit_steps;               // decode steps multiply on the matrix unit, of up to call.unit_keys keys
-  int64_t k_turn,
-      v_turn;    // keys of K and of V after which the next kv head of a decode step's task has its turn; 0: all
-  bool copy_kv;  // tiles of K and V are copied (converted, made contiguous) before use
+  int64_t k_turn, v_turn;        // keys of a decode task's turns of its kv heads; 0: whole tiles
+  bool copy_kv;                  // tiles of K and V are copied (converted, made contiguous) before use
   // For weights, their means and column sums the first pass keeps its scores: of all rows, of which tasks of a second one then
   // make them; or of a task's rows, kept_rows of a head at a time, of which the task itself does, against all keys. Either kind of
   // task takes weighed_rows of one kv head; of means whole queries and all heads of them.

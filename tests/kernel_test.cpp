@@ -521,10 +521,10 @@ TEST_CASE("weights of f16 are exact to 16 bits of themselves, whatever multiplie
 TEST_CASE("heads that share a task have the bits that they have alone") {
   for (const kernel_table* table : chosen.tables) {
     for (const char* dtype : dtype_names) {
-      std::vector<const char*> shapes = {" b2 h7 q2 kv40 d24",          " b2 h14/7 q1 kv150 d24",
-                                         " b2 h7 q1 kv40 d8",           " b2 h7 q1 kv150 d24 bshd",
-                                         " b2 h14/7 q1 kv150 d40 bshd", " b2 h7 q1 kv150 d8 bshd",
-                                         " b1 h16 q1 kv150 d64 bshd"};
+      std::vector<const char*> shapes = {
+          " b2 h7 q2 kv40 d24",        " b2 h14/7 q1 kv150 d24",      " b2 h7 q1 kv40 d8",
+          " b2 h7 q1 kv150 d24 bshd",  " b2 h14/7 q1 kv150 d40 bshd", " b2 h7 q1 kv150 d8 bshd",
+          " b1 h16 q1 kv150 d64 bshd", " b1 h33 q1 kv300 d136 bshd",  " b1 h33 q2 kv130 d136 bshd"};
       // And products of a matrix unit, with rows enough for it.
       if (dtype == std::string("bf16") || dtype == std::string("f16"))
         shapes.insert(shapes.end(), {" b2 h7 q3 kv100 d32", " b1 h32/16 q2 kv150 d64 bshd"});

@@ -2,7 +2,7 @@
 // by reading K and V: each tile is read once for all rows. Lanes over dims for both products, lanes over keys for everything between:
 //
 //   S[row][key] = reduce(sum over dim vectors of K[key] * q[row])     4 rows x 4 keys at a time (16 registers: 4 x 2)
-//   O[row] += P[row][key] * V[key]                                    4 rows x 4 vectors at a time, 2 x 8 (4 x 2, 2 x 4)
+//   O[row] += P[row][key] * V[key]                                    4 rows x 4 vectors at a time, 2 x 8 (4 x 2, 2 x 4), by pairs 8 x 2
 //
 // 16-bit elements are widened as they are loaded, two vectors at a time, in whatever order is cheapest: q is brought
 // into the same order first, and the result out of it at the end. Where a row of K or V is not whole vectors, the last
@@ -28,17 +28,19 @@ struct decode_task : step_weights<D> {
   using base::base;
   using base::c, base::copy_rows, base::direct, base::factors, base::has_pairs, base::has_tiles, base::has_unit,
       base::heads, base::in_order, base::in_place, base::is_usual, base::k_dim, base::keys_at_once, base::kv_head,
-      base::many_registers, base::most_rows, base::most_rows_of_pairs, base::on_unit, base::out, base::padded_rows,
-      base::place_of, base::place_of_pair, base::places, base::q_row, base::q_rows, base::row_max, base::row_sums,
-      base::row_totals, base::rows, base::scores, base::started, base::task, base::unit, base::v_back, base::v_dim,
-      base::v_pairs, base::w, base::widens, base::width, base::zeros;
+      base::many_registers, base::most_rows, base::most_rows_of_pairs, base::no_gaps, base::on_unit, base::out,
+      base::padded_rows, base::place_of, base::place_of_pair, base::places, base::q_row, base::q_rows, base::row_max,
+      base::row_sums, base::row_totals, base::rows, base::scores, base::started, base::task, base::unit, base::v_back,
+      base::v_dim, base::v_pairs, base::w, base::widens, base::width, base::zeros;
   using typename base::T;
 
   static constexpr bool may_ask_own = many_registers && !widens;
 
   positions at;
-  bits<T>* words;                     // [heads][width / word_keys + 1][whole vectors of rows]
-  bool is_finite[most_rows_at_once];  // of a head: its results are
+  bits<T>* words;                                         // [heads][width / word_keys + 1][whole vectors of rows]
+  bool is_finite[most_rows_at_once];                      // of a head: its results are
+  int64_t k_turn, v_turn;                                 // keys of a turn, where heads take turns
+  static_assert(usual_v_turn % base::keys_at_once == 0);  // sums of more rows than four end at multiples of that
 
   MH_INLINE void carve(carver& from, int64_t head_count, int64_t head_rows) {
     base::carve(from, head_count, head_rows);
@@ -61,7 +63,12 @@ struct decode_task : step_weights<D> {
     on_unit = has_unit && c.unit_steps && at.used <= c.unit_keys;
     kv_head = task.kv_head_begin;
     heads = task.kv_head_end - kv_head;
-    in_order = c.asks_in_order && (!take_turns() || heads * c.group == c.heads);
+    const int64_t side_by_side = take_turns() ? heads : 1;
+    no_gaps = c.k_strides[2] == side_by_side * c.head_dim && c.v_strides[2] == side_by_side * c.v_dim;
+    // Where heads take turns but are not all, in pieces of rows (next_turn).
+    in_order = c.asks_in_order && (no_gaps || (take_turns() && heads % c.k_turn == 0 && heads % c.v_turn == 0));
+    k_turn = in_order ? c.k_turn : usual_k_turn;
+    v_turn = in_order ? c.v_turn : usual_v_turn;
     rows = task.row_end - task.row_begin;
     padded_rows = !on_unit    ? rows + (adds_row() ? 1 : 0)
                   : has_tiles ? unit_blocks(rows).rows()
@@ -88,17 +95,18 @@ struct decode_task : step_weights<D> {
 
   // Where heads lie side by side: so that a line, and a page, is read for all of them at about the same time.
   MH_INLINE bool take_turns() const { return c.k_turn > 0 && heads > 1; }
-  // What head h asks for where its rows of this turn begin at x: its own further on; or, in the order of memory, as many bytes
-  // of all heads' rows of the next turn.
+  // What head h asks for where its rows of this turn, of so many keys, begin at x: its own usual_k_turn further on; or, in the order
+  // of memory, its part of what all heads have of the next turn: of each row as much, which lies in one row where there are gaps.
   MH_INLINE rows_at<D> next_turn(rows_at<D> x, int64_t h, int64_t keys, int64_t dim) const {
-    if (!in_order) return x.from(c.k_turn);
-    return {x.from(keys).base + h * (keys - 1) * dim, dim};
+    if (!in_order) return x.from(usual_k_turn);
+    const int64_t part = h * keys, row = part / heads;  // in rows of a head, and of all heads
+    return {x.from(keys + row).base + (part - row * heads - h) * dim, dim};
   }
 
   // More rows take those of K and V in several passes, and 5 to 12 were 1.06 to 1.5 times as slow.
   MH_INLINE asks way_of_asking() const {
     if (c.copy_kv || !c.prefetch) return asks::nothing;
-    if (may_ask_own && c.asks_own && rows <= most_rows) return asks::own;
+    if (may_ask_own && c.asks_own && rows <= most_rows && (no_gaps || in_order)) return asks::own;
     return widens && c.asks_l1 ? asks::other_l1 : asks::other;
   }
   template <asks For>
@@ -179,7 +187,7 @@ struct decode_task : step_weights<D> {
     }
     asking(way_of_asking(), [&](auto way) MH_INLINE_LAMBDA {
       constexpr asks For = decltype(way)::value;
-      const rows_at<D> next = take_turns()       ? next_turn(k, h, c.k_turn, c.head_dim)
+      const rows_at<D> next = take_turns()       ? next_turn(k, h, k_turn, c.head_dim)
                               : For == asks::own ? further_on(k, k_dim)
                                                  : in_place(c.v, c.v_strides, task.batch, kv_head + h, begin);
       this->template score<For>(h, first, rows_at<E>{k.base, k.stride}, keys, as_soon(next));
@@ -237,7 +245,7 @@ struct decode_task : step_weights<D> {
         const rows_at<E> rows_of_v{v.base, v.stride};
         if constexpr (For == asks::nothing)
           return this->template add_all<Careful, For>(h, first, rows_of_v, keys, last, soon{});
-        const rows_at<D> next = take_turns()       ? next_turn(v, h, c.v_turn, c.v_dim)
+        const rows_at<D> next = take_turns()       ? next_turn(v, h, v_turn, c.v_dim)
                                 : For == asks::own ? further_on(v, v_dim)
                                                    : following_k(h, tile, end);
         this->template add_all<Careful, For>(h, first, rows_of_v, keys, last, as_soon(next));
@@ -296,7 +304,7 @@ struct decode_task : step_weights<D> {
       if (!t.all_visible) lap(clock, phase_mask);
       if (!any) return keep_heads(t);
       const int64_t keys = t.keys(), padded = round_up<paired<E> ? 2 * w : w>(keys);
-      const int64_t of_k = take_turns() ? c.k_turn : keys, of_v = take_turns() ? c.v_turn : keys;
+      const int64_t of_k = take_turns() ? k_turn : keys, of_v = take_turns() ? v_turn : keys;
       for (int64_t first = 0; first < keys; first += of_k) {
         for (int64_t h = 0; h < heads; ++h) {
           if (see[h] != visibility::none) score_head<E>(h, t, first, min_of(of_k, keys - first));
@@ -494,6 +502,7 @@ struct decode_task : step_weights<D> {
     // See tile_task::run. Alone: what its neighbours get must not depend on it.
     const int64_t count = heads;
     heads = 1;
+    no_gaps = in_order = false;  // asks as for any rows
     for (int64_t h = 0; h < count; ++h) {
       if (is_finite[h]) continue;
       kv_head = task.kv_head_begin + h;

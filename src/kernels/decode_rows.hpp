@@ -80,8 +80,9 @@ struct step_rows {
   const T* const* q_row;               // the first of those worked on
   T* k_copy;
   T* v_copy;
-  bool in_order;                     // kernel_call.asks_in_order, and the rows that this task reads have no gaps
-  bool on_unit = false;              // products are the unit's
+  bool no_gaps;          // between the rows that this task reads: of its head, or of its heads where they take turns
+  bool in_order;         // lines are asked for in the order of memory
+  bool on_unit = false;  // products are the unit's
   bool is_usual[most_rows_at_once];  // of a head: its rows are for the unit
   alignas(64) bits<T> k_kept[w];     // of the last vector of K: all bits of a lane, or none
 

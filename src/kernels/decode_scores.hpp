@@ -18,14 +18,16 @@ struct step_scores : step_rows<D> {
   // Register budget: R rows x dots / R keys of accumulators, a pair of vectors of each row (R <= keys) or of each key (else), a
   // pair or one of the other: of 32 registers 16 + 8 + 2 for 4 rows, of 16 8 + 4 + 1.
   static constexpr int dots = many_registers ? 16 : 8;
+  static constexpr int least_block = 4;  // keys, for which fewer are computed as if they were so many
 
   int64_t width;  // keys of a score row, padded
   T* scores;      // [heads * padded_rows][width]
 
   MH_INLINE void carve(carver& from, int64_t head_count, int64_t head_rows) {
     base::carve(from, head_count, head_rows);
-    // By pairs whole vectors of scores are stored, behind those of a short turn too.
-    width = round_up<max_of(2 * w, dots)>(c.block_kv) + (has_pairs && c.k_turn % w != 0 ? w : 0);
+    // So many scores are stored at once, behind the last of a shorter turn, too.
+    constexpr int64_t stored = has_pairs ? w : least_block;
+    width = round_up<max_of(2 * w, dots)>(c.block_kv) + (c.k_turn % stored != 0 ? round_up<w>(stored) : 0);
     scores = from.take<T>(head_count * head_rows * width);
   }
 
@@ -193,7 +195,7 @@ struct step_scores : step_rows<D> {
   // The last `keys` keys, up to K of them.
   template <int R, int K, asks For, class E>
   MH_INLINE void score_last(int64_t r, int64_t row_end, rows_at<E> k, int64_t keys, T* s, soon next) {
-    if constexpr (K > 4) {
+    if constexpr (K > least_block) {
       if (keys <= K / 2) return score_last<R, K / 2, For>(r, row_end, k, keys, s, next);
     }
     for (; r < row_end; r += R) score_block<R, K, keys_of_block::some, For>(r, k, keys, s, next);

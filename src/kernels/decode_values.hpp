@@ -195,8 +195,9 @@ struct step_values : step_scores<D> {
     }
   }
 
-  // A tile's keys from `first` on. With more rows than one pass takes, a few of them at a time, each few a sum of their own, so
-  // that their rows of V stay in L1 for the next pass.
+  // A tile's keys from `first` on. With more than four rows, which mostly take several passes, a few of them at a time, each few a
+  // sum of their own, so that their rows of V stay in L1 for the next pass. In one pass by pairs too, for the same bits whatever
+  // way a head takes.
   template <bool Careful, asks For, class E>
   __attribute__((noinline)) void add_all(int64_t h, int64_t first, rows_at<E> v, int64_t keys, bool last, soon next) {
     const bool one_pass = rows <= most_rows;

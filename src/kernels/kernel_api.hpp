@@ -71,13 +71,12 @@ struct alignas(64) kernel_call {  // copied for each call, by whole lines
   int32_t asks_l1;   // 1: a decode step asks for rows in 16 bits into L1, else into L2
   int32_t
       asks_in_order;  // 1: and for rows, which lie without gaps (where heads take turns, those of all), line after line
-  int32_t whole_v_rows;  // 1: four of its rows, where two can, take whole rows of V in twos
-  int32_t adds_rows;     // 1: a decode step of 3 rows more than whole fours has one of zeros more
-  int32_t unit_steps;    // 1: a decode step multiplies on the matrix unit (how_unit_steps)
-  int64_t unit_keys;     // of a batch entry, at most, for it to do so
-  int64_t k_turn,
-      v_turn;       // keys of K and of V after which the next kv head of a decode step's task has its turn; 0: all
-  int32_t copy_kv;  // 1: copy each K and V tile to scratch first (plan.cpp: needs_copy)
+  int32_t whole_v_rows;    // 1: four of its rows, where two can, take whole rows of V in twos
+  int32_t adds_rows;       // 1: a decode step of 3 rows more than whole fours has one of zeros more
+  int32_t unit_steps;      // 1: a decode step multiplies on the matrix unit (how_unit_steps)
+  int64_t unit_keys;       // of a batch entry, at most, for it to do so
+  int64_t k_turn, v_turn;  // keys of K and of V in a turn of a decode step's task of several kv heads; 0: whole tiles
+  int32_t copy_kv;         // 1: copy each K and V tile to scratch first (plan.cpp: needs_copy)
 
   // Of a row of kept scores, in elements (kept.hpp); 0 = none are kept. Not a multiple of a page's quarters: rows would crowd
   // few sets of L1.
@@ -202,6 +201,8 @@ enum route : int32_t { route_tile, route_decode, route_matrix, route_count };
 
 // A kv head of so many rows may take the decode route, and a task of it has room for so many rows of all its kv heads.
 inline constexpr int64_t most_decode_rows = 32, most_rows_at_once = 128;
+// Keys of K and of V in a turn of its kv heads. A plan may have others (k_turn, v_turn) for tasks that ask for lines in order.
+inline constexpr int64_t usual_k_turn = 16, usual_v_turn = 32;
 // And all routes for a tile of so many keys.
 inline constexpr int64_t most_tile_keys = 256;
 
