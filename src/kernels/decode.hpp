@@ -99,8 +99,8 @@ struct decode_task : step_weights<D> {
   // of memory, its part of what all heads have of the next turn: of each row as much, which lies in one row where there are gaps.
   MH_INLINE rows_at<D> next_turn(rows_at<D> x, int64_t h, int64_t keys, int64_t dim) const {
     if (!in_order) return x.from(usual_k_turn);
-    const int64_t part = h * keys, row = part / heads;  // in rows of a head, and of all heads
-    return {x.from(keys + row).base + (part - row * heads - h) * dim, dim};
+    const int64_t before = h * keys, row = before / heads;  // in rows of a head, and of all heads
+    return {x.from(keys + row).base + (before - row * heads - h) * dim, dim};
   }
 
   // More rows take those of K and V in several passes, and 5 to 12 were 1.06 to 1.5 times as slow.
