@@ -22,10 +22,11 @@
 //   Decode asks for rows of V with K and of K with V, in 16 bits into L1, else into L2. Some cores want it otherwise:
 //   Zen 5: f32 and f64 with AVX-512 ask each for its own (decode.hpp: further_on): heads of 16 to 256, 1 to 12 rows,
 //   1.0 to 1.3 times as fast on one thread, 0.97 to 1.3 on two. In 16 bits 0.55 to 1.09, with AVX2 0.5 to 1.3: not there.
-//   What it finds in half of L3 it brings itself: 3 to 13 MB without asking, 1 to 4 rows, f32, AVX-512 0.95 to 1.27 times as fast, AVX2 0.91 to 1.28, one thread and two; 16 MB 0.79 to
-//   1.16, more 0.6 to 0.9; bf16 0.92 to 1.08. Up to four rows, by pairs eight, ask line after line, in all types: from
-//   memory 0.98 to 1.33, from L3 0.95 to 1.07; and any number of heads that lie side by side (set_turns). One and two rows of
-//   bf16 by pairs from memory into L1 (1.15 to 1.2), four of them with whole rows of V in twos (1.07 to 1.12).
+//   What it finds in half of L3 it brings itself: 3 to 13 MB without asking, 1 to 4 rows, f32, AVX-512 0.95 to 1.27 times
+//   as fast, AVX2 0.91 to 1.28, one thread and two; 16 MB 0.79 to 1.16, more 0.6 to 0.9; bf16 0.92 to 1.08. Up to four
+//   rows, by pairs eight, ask line after line, in all types: from memory 0.98 to 1.33, from L3 0.95 to 1.07; and any
+//   number of heads that lie side by side (set_turns). One and two rows of bf16 by pairs from memory into L1 (1.15 to
+//   1.2), four of them with whole rows of V in twos (1.07 to 1.12).
 //   Zen 4: what is asked for into L1 is late from memory. Each for its own 0.43 to 0.98 times as fast there, 16 bits into
 //   L2 instead of L1 1.35 to 2.1 (heads of 32 0.9). Own into L2 is 0.9 to 1.2 of the usual way from memory and 0.9 from L3:
 //   not worth a way of its own. In half of L3 nothing asked for: AVX-512 f32 1 to 3 rows 0.97 to 1.15 (one shape 0.89), 4
@@ -303,10 +304,11 @@ bool adds_rows(cpu_core core, const plan& plan) {
 // From further away whole heads are read 0.7 to 1.0 times as fast where others come between: only those of one tile that
 // fit into L1.
 // But where heads lie side by side in rows, all of them go through a few keys of K, and of V, in turn (set_turns), so that lines
-// that two of them share, rows that the hardware fetches together and pages are wanted once. On an Intel Xeon (AMX), 2 to 32 heads of 40 to
-// 128, 1 to 8 rows each, from L3 and memory, 19 shapes, one thread and two: f32 0.96 to 2.2 times as fast (mean 1.31 and 1.34), bf16
-// 0.98 to 2.3 (1.47 and 1.41), AVX2 0.92 to 2.2 (1.31 to 1.41). With whole tiles of each head in turn 0.86 to 1.22; with 12 of 20 to
-// 64 heads a task 0.73 to 1.12 of it, with 32 keys of K a turn 0.91 and 0.97, with 64 of both 0.83.
+// that two of them share, rows that the hardware fetches together and pages are wanted once. On an Intel Xeon (AMX), 2 to 32
+// heads of 40 to 128, 1 to 8 rows each, from L3 and memory, 19 shapes, one thread and two: f32 0.96 to 2.2 times as fast
+// (mean 1.31 and 1.34), bf16 0.98 to 2.3 (1.47 and 1.41), AVX2 0.92 to 2.2 (1.31 to 1.41). With whole tiles of each head in
+// turn 0.86 to 1.22; with 12 of 20 to 64 heads a task 0.73 to 1.12 of it, with 32 keys of K a turn 0.91 and 0.97, with 64 of
+// both 0.83.
 int64_t heads_of_task(const plan& plan, bool in_l2, int64_t l2_bytes) {
   constexpr int64_t l1_bytes = 32 << 10;
   const problem& p = plan.p;
@@ -339,7 +341,7 @@ void set_turns(plan& plan, bool from_memory) {
     if (bytes <= 4096) plan.k_turn = plan.v_turn = 64;
     return;
   }
-  if (rows > 2 && element > 4) return;
+  if (rows > 2 && element > 4) return;  // 0.74 to 0.9
   const int64_t least = rows > 2 ? 8 : bytes > 8192 ? 2 : 4;
   const auto fitting = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(16384 / bytes)));
   plan.v_turn = std::clamp(fitting, least, plan.v_turn);

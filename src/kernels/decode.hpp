@@ -35,12 +35,13 @@ struct decode_task : step_weights<D> {
   using typename base::T;
 
   static constexpr bool may_ask_own = many_registers && !widens;
+  // Sums of more than four rows end at multiples of keys_at_once, which turns may not cut.
+  static_assert(usual_v_turn % base::keys_at_once == 0);
 
   positions at;
-  bits<T>* words;                                         // [heads][width / word_keys + 1][whole vectors of rows]
-  bool is_finite[most_rows_at_once];                      // of a head: its results are
-  int64_t k_turn, v_turn;                                 // keys of a turn, where heads take turns
-  static_assert(usual_v_turn % base::keys_at_once == 0);  // sums of more rows than four end at multiples of that
+  bits<T>* words;                     // [heads][width / word_keys + 1][whole vectors of rows]
+  bool is_finite[most_rows_at_once];  // of a head: its results are
+  int64_t k_turn, v_turn;             // keys of a turn, where heads take turns
 
   MH_INLINE void carve(carver& from, int64_t head_count, int64_t head_rows) {
     base::carve(from, head_count, head_rows);

@@ -65,12 +65,11 @@ struct alignas(64) kernel_call {  // copied for each call, by whole lines
   int64_t chunks;      // 1 = not split: tasks write out and lse themselves
   int64_t chunk_keys;  // keys of a chunk, a multiple of the panels' block_kv
 
-  int64_t block_kv;  // keys of a tile; borders lie at its multiples
-  int32_t prefetch;  // 1: ask for rows of K, V, Q and out ahead of need
-  int32_t asks_own;  // 1: a decode step asks for rows of K with K and of V with V; else for each with the other
-  int32_t asks_l1;   // 1: a decode step asks for rows in 16 bits into L1, else into L2
-  int32_t
-      asks_in_order;  // 1: and for rows, which lie without gaps (where heads take turns, those of all), line after line
+  int64_t block_kv;        // keys of a tile; borders lie at its multiples
+  int32_t prefetch;        // 1: ask for rows of K, V, Q and out ahead of need
+  int32_t asks_own;        // 1: a decode step asks for rows of K with K and of V with V; else for each with the other
+  int32_t asks_l1;         // 1: a decode step asks for rows in 16 bits into L1, else into L2
+  int32_t asks_in_order;   // 1: and line after line, for rows without gaps between them (decode.hpp: in_order)
   int32_t whole_v_rows;    // 1: four of its rows, where two can, take whole rows of V in twos
   int32_t adds_rows;       // 1: a decode step of 3 rows more than whole fours has one of zeros more
   int32_t unit_steps;      // 1: a decode step multiplies on the matrix unit (how_unit_steps)
