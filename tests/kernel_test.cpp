@@ -527,7 +527,8 @@ TEST_CASE("heads that share a task have the bits that they have alone") {
           " b1 h16 q1 kv150 d64 bshd", " b1 h33 q1 kv300 d136 bshd",  " b1 h33 q2 kv130 d136 bshd"};
       // And products of a matrix unit, with rows enough for it.
       if (dtype == std::string("bf16") || dtype == std::string("f16"))
-        shapes.insert(shapes.end(), {" b2 h7 q3 kv100 d32", " b1 h32/16 q2 kv150 d64 bshd"});
+        shapes.insert(shapes.end(),
+                      {" b2 h7 q3 kv100 d32", " b2 h14/7 q2 kv150 d64 bshd", " b1 h32/16 q2 kv150 d64 bshd"});
       if (table->dtype[MH_DTYPE_BF16].unit_steps == steps_of_pairs && dtype == std::string("bf16"))
         shapes.push_back(" b2 h7 q7 kv100 d32");
       for (const char* shape : shapes) {

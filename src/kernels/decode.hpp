@@ -62,14 +62,7 @@ struct decode_task : step_weights<D> {
   MH_INLINE void start() {
     at = positions_of(c, task.batch);
     on_unit = has_unit && c.unit_steps && at.used <= c.unit_keys;
-    kv_head = task.kv_head_begin;
-    heads = task.kv_head_end - kv_head;
-    const int64_t side_by_side = take_turns() ? heads : 1;
-    no_gaps = c.k_strides[2] == side_by_side * c.head_dim && c.v_strides[2] == side_by_side * c.v_dim;
-    // Where heads take turns but are not all, in pieces of rows (next_turn).
-    in_order = c.asks_in_order && (no_gaps || (take_turns() && heads % c.k_turn == 0 && heads % c.v_turn == 0));
-    k_turn = in_order ? c.k_turn : usual_k_turn;
-    v_turn = in_order ? c.v_turn : usual_v_turn;
+    work_on(task.kv_head_begin, task.kv_head_end - task.kv_head_begin);
     rows = task.row_end - task.row_begin;
     padded_rows = !on_unit    ? rows + (adds_row() ? 1 : 0)
                   : has_tiles ? unit_blocks(rows).rows()
@@ -84,6 +77,18 @@ struct decode_task : step_weights<D> {
     if constexpr (has_pairs) this->copy_pairs();
   }
 
+  // So many heads together, and what follows from that.
+  MH_INLINE void work_on(int64_t first_head, int64_t count) {
+    kv_head = first_head;
+    heads = count;
+    const int64_t side_by_side = take_turns() ? heads : 1;
+    no_gaps = c.k_strides[2] == side_by_side * c.head_dim && c.v_strides[2] == side_by_side * c.v_dim;
+    // With gaps where a head's part of what they have of a turn lies in one row (next_turn).
+    in_order = c.asks_in_order && (no_gaps || (take_turns() && heads % c.k_turn == 0 && heads % c.v_turn == 0));
+    k_turn = in_order ? c.k_turn : usual_k_turn;
+    v_turn = in_order ? c.v_turn : usual_v_turn;
+  }
+
   // The key that a task begins with.
   MH_INLINE int64_t first_key(const positions& p, const kernel_task& of) const {
     return max_of(range_of(c, p, of.row_begin / c.group).begin, of.chunk * c.chunk_keys);
@@ -96,8 +101,8 @@ struct decode_task : step_weights<D> {
 
   // Where heads lie side by side: so that a line, and a page, is read for all of them at about the same time.
   MH_INLINE bool take_turns() const { return c.k_turn > 0 && heads > 1; }
-  // What head h asks for where its rows of this turn, of so many keys, begin at x: its own usual_k_turn further on; or, in the order
-  // of memory, its part of what all heads have of the next turn: of each row as much, which lies in one row where there are gaps.
+  // What head h asks for where its rows of this turn, of so many keys, begin at x: its own usual_k_turn further on; or, in the
+  // order of memory, the h-th part of what the task's heads have of the next turn.
   MH_INLINE rows_at<D> next_turn(rows_at<D> x, int64_t h, int64_t keys, int64_t dim) const {
     if (!in_order) return x.from(usual_k_turn);
     const int64_t before = h * keys, row = before / heads;  // in rows of a head, and of all heads
@@ -502,11 +507,9 @@ struct decode_task : step_weights<D> {
     }
     // See tile_task::run. Alone: what its neighbours get must not depend on it.
     const int64_t count = heads;
-    heads = 1;
-    no_gaps = in_order = false;  // asks as for any rows
     for (int64_t h = 0; h < count; ++h) {
       if (is_finite[h]) continue;
-      kv_head = task.kv_head_begin + h;
+      work_on(task.kv_head_begin + h, 1);
       q_row = q_rows + h * padded_rows;
       attend_all<true, D>();
       finish(0, true);
