@@ -1,6 +1,7 @@
-// Numbers in whole blocks, for sizes that are at least 1.
+// Numbers in whole blocks, for sizes that are at least 1, and bytes of many.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 namespace manyhead {
@@ -10,5 +11,12 @@ constexpr int64_t blocks(int64_t n, int64_t size) {
   return n <= size ? static_cast<int64_t>(n > 0) : (n + size - 1) / size;
 }
 constexpr int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+// Bytes of so many things of `each` bytes, or more than any machine has: plans are made of problems of any lengths.
+constexpr int64_t bytes_of(int64_t count, int64_t each) {
+  constexpr int64_t most = int64_t{1} << 50;
+  int64_t bytes = 0;
+  return __builtin_mul_overflow(count, each, &bytes) ? most : std::min(bytes, most);
+}
 
 }  // namespace manyhead

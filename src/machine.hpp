@@ -22,7 +22,7 @@ enum class cpu_level : int32_t {
   count
 };
 
-// Cores that bring rows of K and V better when asked in another way than most: plan.cpp on prefetch.
+// Cores that bring rows of K and V better when asked in another way than most (reading.cpp).
 enum class cpu_core : int32_t { other, zen4, zen5, intel };
 
 struct machine {

@@ -4,7 +4,6 @@
 #pragma once
 
 #include <string>
-#include <utility>
 
 #include "kernels/kernel_api.hpp"
 #include "problem.hpp"
@@ -40,7 +39,7 @@ struct plan {
   int64_t last_rows;             // of a head: those of its last task that take the decode route
   int64_t panel_rows;            // rows that a kernel works on together, the grain of tasks
   int64_t block_kv;              // keys of a tile
-  int64_t entries, entry_heads;  // batch entries and kv heads of each, as tasks have them (plan.cpp)
+  int64_t entries, entry_heads;  // batch entries and kv heads of each, as tasks have them (layout.hpp: joined)
   int64_t heads_at_once;         // most kv heads of a task
   int64_t chunk_keys;            // keys of a split
   int64_t chunks;                // splits; 1 = none
@@ -85,7 +84,6 @@ double expected_us(double flops, double bytes);
 inline bool has_second_pass(const problem& p) { return (p.outputs & ~uint32_t{MH_OUTPUT_LSE}) != 0; }
 inline bool takes_turns(const plan& p) { return p.k_turn > 0; }
 inline bool means(const problem& p) { return p.has_output(MH_OUTPUT_MEAN_WEIGHTS); }
-bool has_even_rows(const problem& p);  // all attend as many keys, lengths in memory apart
 
 extern const char* const route_names[route_count];
 
@@ -94,18 +92,8 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cp
                int64_t l3_bytes = 0);
 plan make_plan(const problem& p, const kernel_table& table, const machine& m);
 
-// What the decode route is told of last_rows where panels are told this.
-kernel_call last_call(const plan& plan, const kernel_call& of_panels);
-
-// And what the kernel that writes scores is told, of so many rows a task.
-kernel_call scores_call(const plan& plan, const kernel_call& of_panels);
-int64_t scores_block_q(const plan& plan);
-
-// The keys [begin, end) that query i may attend, as far as the problem says without its tensors.
-std::pair<int64_t, int64_t> key_range(const problem& p, int64_t i);
-
 // "f32 b1 h8 q128 kv128 d64: tile@avx512, block_q 144, ..." or the same as JSON; with the balance of its first pass on
-// so many threads (schedule.hpp).
+// so many threads (schedule.hpp). In describe.cpp.
 std::string describe(const plan& plan, bool json, int64_t threads = 1);
 
 }  // namespace manyhead

@@ -11,6 +11,10 @@ namespace manyhead {
 
 task_cut cut_for(const plan& plan, int64_t workers);
 
+// With so many threads each may have a share of the tasks of its own (deal.hpp): of a plan but for its call, which reads and writes
+// so many bytes in all.
+int64_t share_threads_of(const plan& plan, double bytes, int64_t l2_bytes);
+
 class schedule {
  public:
   schedule(const plan& plan, int64_t workers);

@@ -12,6 +12,7 @@
 #include "fp_state.hpp"
 #include "pool.hpp"
 #include "profile.hpp"
+#include "route.hpp"
 #include "schedule.hpp"
 #include "thread_memory.hpp"
 

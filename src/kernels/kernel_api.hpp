@@ -75,7 +75,7 @@ struct alignas(64) kernel_call {  // copied for each call, by whole lines
   int32_t unit_steps;      // 1: a decode step multiplies on the matrix unit (how_unit_steps)
   int64_t unit_keys;       // of a batch entry, at most, for it to do so
   int64_t k_turn, v_turn;  // keys of K and of V in a turn of a decode step's task of several kv heads; 0: whole tiles
-  int32_t copy_kv;         // 1: copy each K and V tile to scratch first (plan.cpp: needs_copy)
+  int32_t copy_kv;         // 1: copy each K and V tile to scratch first (route.cpp: needs_copy)
 
   // Of a row of kept scores, in elements (kept.hpp); 0 = none are kept. Not a multiple of a page's quarters: rows would crowd
   // few sets of L1.
@@ -223,7 +223,7 @@ struct dtype_kernels {
   int64_t (*scratch_bytes[route_count])(const kernel_call&, int64_t block_q);  // of a route's tasks
   arithmetic_fn arithmetic;
   int64_t flops_of_turn;  // of `arithmetic`
-  // With fewer rows (group * q_len) or keys the matrix route, where it exists, is slower; of f32 see plan.cpp too.
+  // With fewer rows (group * q_len) or keys the matrix route, where it exists, is slower; of f32 see route.cpp too.
   int32_t matrix_rows, matrix_keys;
   int32_t unit_steps;  // how_unit_steps
   linear_fn linear;

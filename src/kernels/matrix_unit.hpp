@@ -135,7 +135,7 @@ inline constexpr unit_size unit_least = {17, 32};
 template <int Parts>
 inline constexpr unit_linear linear_on_unit = {1, 2, 4096};
 #else
-// By the parts of a number (of three: plan.cpp). AMX on one thread, head_dim 64, its speed beside the tile route's: bf16
+// By the parts of a number (of three: route.cpp). AMX on one thread, head_dim 64, its speed beside the tile route's: bf16
 // 10 x 10 0.5, 32 x 16 0.85, 16 x 64 1.1, 32 x 32 1.25, 64 x 64 1.6; f16 in two parts 32 x 32 0.84, 16 x 1024 0.8, 32 x 64
 // 1.0, 32 x 256 1.1; f32 in three 64 x 64 0.9, 64 x 512 1.0, 128 x 128 1.13. Beside the decode route's, bf16: 8 rows x 64
 // keys 0.7, x 512 0.94, 10 rows 0.93 and 1.2, 12 rows 1.02 and 1.3.

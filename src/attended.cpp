@@ -1,0 +1,58 @@
+// See attended.hpp.
+#include "attended.hpp"
+
+#include <algorithm>
+
+#include "blocks.hpp"
+
+namespace manyhead {
+
+std::pair<int64_t, int64_t> key_range(const problem& p, int64_t i) {
+  const int64_t keys = p.kv_len - p.extra_keys;
+  int64_t offset = 0;
+  if (p.align == MH_ALIGN_BOTTOM_RIGHT) offset = keys - p.q_len;
+  if (p.align == MH_ALIGN_OFFSET && !p.has_input(MH_INPUT_Q_OFFSET)) offset = p.q_offset;
+  const bool known = !p.has_input(MH_INPUT_Q_OFFSET);
+  int64_t begin = 0;
+  int64_t end = keys;
+  const int64_t at = i + offset;
+  if (known && p.causal) end = std::min(end, at + 1);
+  if (known && p.window_right >= 0) end = std::min(end, at + p.window_right + 1);
+  if (known && p.window_left >= 0) begin = std::clamp<int64_t>(at - p.window_left, 0, keys);
+  return {begin, std::max(begin, end)};
+}
+
+bool has_even_rows(const problem& p) { return !p.causal && p.window_left < 0 && p.window_right < 0; }
+
+double attended_pairs(const problem& p) {
+  if (has_even_rows(p)) return static_cast<double>(p.q_len) * static_cast<double>(p.kv_len);
+  double pairs = 0;
+  // Ranges change linearly between few corners; long queries are sampled evenly.
+  const int64_t step = std::max<int64_t>(1, p.q_len / 65536);
+  for (int64_t i = 0; i < p.q_len; i += step) {
+    const auto [begin, end] = key_range(p, i);
+    pairs += static_cast<double>((end - begin + p.extra_keys) * std::min(step, p.q_len - i));
+  }
+  return pairs;
+}
+
+// Of the tiles of a panel's rows and block_kv keys; of very many panels one stands for its neighbours.
+double share_skipped(const problem& p, int64_t panel_rows, int64_t block_kv) {
+  const int64_t group = p.group();
+  const int64_t tiles = blocks(p.kv_len, block_kv);
+  if (tiles == 0 || p.q_len == 0) return 0;
+  double used = 0;
+  int64_t panels = 0;
+  const int64_t step = panel_rows * (1 + p.q_len * group / (panel_rows * 65536));
+  for (int64_t row = 0; row < p.q_len * group; row += step, ++panels) {
+    const int64_t first = row / group;
+    const int64_t last = (std::min(row + panel_rows, p.q_len * group) - 1) / group;
+    const int64_t begin = key_range(p, first).first;
+    const int64_t end = p.extra_keys > 0 ? p.kv_len : key_range(p, last).second;
+    const int64_t skipped = begin / block_kv;
+    if (begin < end) used += static_cast<double>(blocks(end, block_kv) - skipped);
+  }
+  return 1.0 - used / (static_cast<double>(tiles) * static_cast<double>(panels));
+}
+
+}  // namespace manyhead

@@ -1,0 +1,164 @@
+// See reading.hpp.
+//
+// Kernels ask for rows of K, V, Q, out, mask and bias ahead of need where these do not lie in L2: on an AVX-512 server core decode
+// was 1.2 to 1.5 times as fast beyond the caches and up to 1.2 times as slow within L2, prefill 1.01 to 1.09 times as fast. A decode
+// step of one f32 row has no arithmetic to hide it behind: 3 MB on two threads, within L2 together, 0.84 times as fast, 6 MB
+// 1.00, 12 to 67 MB 1.02 to 1.12, 134 MB and more, from memory, 1.1 to 1.4. So that asks beyond four times L2.
+//
+// Decode asks for rows of V with K and of K with V, in 16 bits into L1, else into L2. Some cores want it otherwise, each of the
+// functions says which, and what was measured on a Zen 5, a Zen 4 (both with 32 MB of L3) and an Intel Xeon (AMX).
+#include "reading.hpp"
+
+#include <algorithm>
+#include <bit>
+
+#include "check.hpp"
+#include "layout.hpp"
+#include "machine.hpp"
+
+namespace manyhead {
+namespace {
+
+int64_t rows_of_step(const problem& p) { return p.group() * p.q_len; }
+bool is_widened(const problem& p) { return dtype_size(p.dtype) == 2; }
+
+// Whether what lies in half of L3 is better not asked for, by decode.
+// Zen 5 brings what it finds there itself: 3 to 13 MB without asking, 1 to 4 rows, f32, AVX-512 0.95 to 1.27 times as fast, AVX2
+//   0.91 to 1.28, one thread and two; 16 MB 0.79 to 1.16, more 0.6 to 0.9; bf16 0.92 to 1.08.
+// Zen 4: AVX-512 f32 1 to 3 rows 0.97 to 1.15 (one shape 0.89), 4 and more 0.72 to 1.0, 16 bits 0.99 to 1.23; AVX2 one row 0.93 to
+//   1.17, more rows 0.47 to 0.95.
+// Intel: f32 and f64, one and two rows of heads that take turns 0.98 to 1.1, three rows and more 0.88 to 1.04, 16 bits 0.44 to 1.14.
+//   Else one to three rows, up to twice L2 (AVX2 four times) 1.1 to 1.4, 16 bits 0.74 to 1.04.
+bool comes_unasked(cpu_core core, const plan& plan, footprint of) {
+  if (plan.kernel != route_decode || of.l3s() >= 0.5) return false;
+  const problem& p = plan.p;
+  const bool wide = plan.table->lanes >= 16;
+  const int64_t rows = rows_of_step(p);
+  switch (core) {
+    case cpu_core::zen5:
+      return !is_widened(p);
+    case cpu_core::zen4:
+      return rows <= (wide ? 3 : 1) || (wide && is_widened(p));
+    case cpu_core::intel:
+      if (is_widened(p)) return false;
+      return are_side_by_side(p) ? rows <= 2 : rows <= 3 && of.l2s() <= (wide ? 2 : 4);
+    default:
+      return false;
+  }
+}
+
+// Whether kernels with AVX-512 ask for K with K and for V with V (decode.hpp: further_on. 16 bits and others never do:
+// may_ask_own).
+// Zen 5: heads of 16 to 256, 1 to 12 rows, 1.0 to 1.3 times as fast on one thread, 0.97 to 1.3 on two; in 16 bits 0.55 to 1.09,
+//   with AVX2 0.5 to 1.3.
+// Zen 4: 0.43 to 0.98, as what is asked for into L1 is late from memory. Into L2 0.9 to 1.2 from memory and 0.9 from L3: not worth a
+//   way of its own.
+// Intel, up to a third of L3, one thread and two: one row 1.04 to 1.08, two 1.01 to 1.13, three 1.02 to 1.16, four of heads of 64
+//   1.0 to 1.09, but three and four of rows beyond 256 bytes 0.93 to 1.0; what lies further away 0.87 to 0.98 on one thread.
+bool asks_for_own(cpu_core core, const problem& p, double l3s) {
+  if (!has_rows_in_order(p) && !(core == cpu_core::zen5 && has_heads_in_order(p))) return false;
+  const int64_t rows = rows_of_step(p);
+  const bool large = std::max(p.head_dim, p.v_dim) * dtype_size(p.dtype) > 256, as_four = rows == 3 || rows == 4;
+  return core == cpu_core::zen5 || (core == cpu_core::intel && l3s <= 1 / 3.0 && !(large && as_four));
+}
+
+// Whether lines are asked for one after another, as they lie in memory. Zen 5: up to four rows, by pairs eight (more ask once a
+// pass), in all types from memory 0.98 to 1.33 times as fast, from L3 0.95 to 1.07; and any number of heads that lie side by side
+// (set_turns). Unmeasured elsewhere.
+bool asks_in_order(cpu_core core, const plan& plan) {
+  const int64_t most_at_once = plan.unit_steps ? 8 : 4;
+  if (core != cpu_core::zen5) return false;
+  return (rows_of_step(plan.p) <= most_at_once && has_rows_in_order(plan.p)) || has_heads_in_order(plan.p);
+}
+
+// Whether 16 bits are asked for into L1. On Zen 4 such lines are late from memory (into L2 1.35 to 2.1 times as fast, heads of 32
+// 0.9). Nor where tiles are larger than L1 (route.cpp: decode_keys), but on Zen 5 from memory: 1.15 to 1.2.
+bool asks_into_l1(cpu_core core, const plan& plan, bool from_memory) {
+  if (core == cpu_core::zen4) return false;
+  return (core == cpu_core::zen5 && from_memory) || !(plan.unit_steps && rows_of_step(plan.p) <= 2);
+}
+
+// Whether four rows take whole rows of V in two passes of two: with own rows asked for, and on Zen 5 by pairs from memory (1.07 to
+// 1.12 times as fast).
+bool takes_whole_v_rows(cpu_core core, const plan& plan, bool from_memory) {
+  if (!is_widened(plan.p)) return plan.asks_own;
+  return core == cpu_core::zen5 && from_memory && plan.unit_steps && rows_of_step(plan.p) <= 4;
+}
+
+// Whether decode with AVX-512 does 3 rows more than whole fours as four: on Intel's in all types 1.04 to 1.25 times as fast (in cache
+// 0.83 to 1.05, AVX2 0.74 to 1.04).
+bool adds_rows(cpu_core core, const plan& plan) {
+  if (plan.kernel != route_decode || !plan.prefetch || plan.copy_kv || plan.table->lanes < 16) return false;
+  return core == cpu_core::intel || (core == cpu_core::zen5 && plan.asks_own && !is_widened(plan.p));
+}
+
+// Of so many keys are the turns of heads that lie side by side (heads_of_task): of K a block of scores of one row, of V as many as
+// have a sum of their own where there are more than four rows (decode_values.hpp). Where all is asked for in the order of
+// memory (by tasks of all heads, or of so many that a head's part lies in one row) and comes from there, up to four rows have
+// shorter turns, nearer to that order: on Zen 5, 53 shapes of 1 to 16 rows and 2 to 64 heads of 64 to 128, f32, bf16 and f16,
+// 1.35 times as fast on one thread as with own rows asked for in usual turns, 1.25 on two (0.94 to 1.86), AVX2 1.41 and 1.30;
+// in the order of memory alone 1.05 to 1.45, more than four rows 0.95 to 1.46. Of 16 bits and 2 KB in rows of all heads 8 keys
+// are best (with 16 0.85 to 1.0 times as fast, 4 0.95 to 1.0), of 512 bytes 32 (8 0.84), of f32 and 4 KB 4 (8 0.85, 2 1.0), of
+// 16 KB 2 (4 0.75); three and four rows 8 (4 0.7 to 1.08). From L3 these were 0.65 to 1.1, and turns of 64 keys, where they
+// bring no more than 256 KB, 1.04 on one thread and two (19 shapes, 0.95 to 1.25; of 512 KB 0.77 to 1.0).
+void set_turns(plan& plan, bool from_memory) {
+  const problem& p = plan.p;
+  const int64_t rows = rows_of_step(p), element = dtype_size(p.dtype);
+  plan.k_turn = usual_k_turn;
+  plan.v_turn = usual_v_turn;
+  if (!plan.asks_in_order || rows > 4) return;
+  const int64_t bytes = p.kv_heads * std::max(p.head_dim, p.v_dim) * element;
+  if (!from_memory) {
+    if (bytes <= 4096) plan.k_turn = plan.v_turn = 64;
+    return;
+  }
+  if (rows > 2 && element > 4) return;  // 0.74 to 0.9
+  const int64_t least = rows > 2 ? 8 : bytes > 8192 ? 2 : 4;
+  const auto fitting = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(16384 / bytes)));
+  plan.v_turn = std::clamp(fitting, least, plan.v_turn);
+  plan.k_turn = std::min(plan.k_turn, plan.v_turn);
+}
+
+// How many kv heads a task of the decode route takes. What a step makes of a few rows is little and waits for the step
+// before, so the steps of several heads follow each other: on Zen 5, K and V in L2, heads of 64, 1.2 to 1.5 times as fast
+// with 8 keys, 1.05 to 1.45 with 16 and 32, 1.0 to 1.2 with 64 and 128. Their tiles of K and V take up to half of L2: an
+// eighth is 0.97 to 0.99 as fast.
+// From further away whole heads are read 0.7 to 1.0 times as fast where others come between: only those of one tile that
+// fit into L1.
+// But where heads lie side by side in rows, all of them go through a few keys of K, and of V, in turn (set_turns), so that lines
+// that two of them share, rows that the hardware fetches together and pages are wanted once. On an Intel Xeon (AMX), 2 to 32
+// heads of 40 to 128, 1 to 8 rows each, from L3 and memory, 19 shapes, one thread and two: f32 0.96 to 2.2 times as fast
+// (mean 1.31 and 1.34), bf16 0.98 to 2.3 (1.47 and 1.41), AVX2 0.92 to 2.2 (1.31 to 1.41). With whole tiles of each head in
+// turn 0.86 to 1.22; with 12 of 20 to 64 heads a task 0.73 to 1.12 of it, with 32 keys of K a turn 0.91 and 0.97, with 64 of
+// both 0.83.
+int64_t heads_of_task(const plan& plan, bool in_l2, int64_t l2_bytes) {
+  constexpr int64_t l1_bytes = 32 << 10;
+  const problem& p = plan.p;
+  const int64_t taken =
+      rows_on_unit(plan.unit_steps ? plan.table->dtype[p.dtype].unit_steps : no_unit_steps, plan.block_q);
+  if (takes_turns(plan)) return std::clamp<int64_t>(most_rows_at_once / taken, 1, plan.entry_heads);
+  const int64_t tile_bytes = std::min(p.kv_len, plan.block_kv) * (p.head_dim + p.v_dim) * dtype_size(p.dtype);
+  const int64_t room = in_l2 ? l2_bytes / 2 : p.kv_len <= plan.block_kv ? l1_bytes : 0;
+  const int64_t most = std::min(most_decode_rows / plan.block_q, room / std::max<int64_t>(tile_bytes, 1));
+  return std::clamp<int64_t>(most, 1, plan.entry_heads);
+}
+
+}  // namespace
+
+void choose_reading(plan& plan, cpu_core core, footprint of) {
+  const problem& p = plan.p;
+  const bool arithmetic = rows_of_step(p) > 1 || is_widened(p);
+  const bool in_l2 = of.l2s() <= 1, from_memory = of.l3s() > 0.5;
+  plan.prefetch = !comes_unasked(core, plan, of) && of.l2s() > (arithmetic ? 1 : 4);
+  plan.asks_own = asks_for_own(core, p, of.l3s());
+  plan.asks_in_order = asks_in_order(core, plan);
+  plan.asks_l1 = asks_into_l1(core, plan, from_memory);
+  plan.whole_v_rows = takes_whole_v_rows(core, plan, from_memory);
+  plan.adds_rows = adds_rows(core, plan);
+  plan.heads_at_once = 1;
+  if (plan.kernel != route_decode) return;
+  if (!in_l2 && are_side_by_side(p)) set_turns(plan, core == cpu_core::zen5 && from_memory);
+  plan.heads_at_once = heads_of_task(plan, in_l2, of.l2_bytes);
+}
+
+}  // namespace manyhead
