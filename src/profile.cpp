@@ -4,7 +4,6 @@
 #include "profile.hpp"
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
@@ -15,7 +14,6 @@
 #include <memory>
 #include <mutex>
 #include <thread>
-#include <vector>
 
 #if defined(__linux__)
 #include <sys/syscall.h>
@@ -24,77 +22,18 @@
 
 #include "blocks.hpp"
 #include "check.hpp"
-#include "counters.hpp"
 #include "fork.hpp"
-#include "json.hpp"
 #include "kernels/ticks.hpp"
 #include "machine.hpp"
 #include "problem_line.hpp"
+#include "profile_records.hpp"
 
 namespace manyhead {
-
-using counts = std::array<int64_t, counter_count>;
-
-struct call_record {
-  int64_t problem;  // index of it; -1: see what
-  int64_t within;   // index of the call that this one is a part of, -1 = none
-  int64_t threads;
-  double start, seconds;  // since the session began
-  int32_t thread;
-  int64_t stands_for;  // so many calls
-  bool done;
-  std::atomic<bool> missing;  // there was no room for some of its tasks
-  char what[160];
-};
-
-// What one thread did in one stage of a call. Nobody else writes it while the call runs.
-struct alignas(64) worker_record {
-  int64_t call;
-  int32_t thread;  // -1: did nothing
-  int32_t what;    // the stage's phase
-  int64_t tasks;
-  uint64_t busy;                   // in its tasks
-  uint64_t detailed[phase_count];  // in some of them, where kernels name phases
-};
-
 namespace {
 
 double seconds_now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
-
-// Tasks that a worker did one after another, between two looks at the clock. A cache line: it is new to the cache.
-struct alignas(64) task_record {
-  std::atomic<int64_t> worker;  // index of the worker's record, plus 1: 0 = not written yet
-  uint64_t begin, end;
-  int64_t phases;  // index of its phases, -1 = not looked into
-  int32_t tasks;
-  int32_t batch, kv_head, chunk;  // of the first, as kernels are told them (plan.hpp: entries)
-  int64_t row_begin, row_end;
-};
-
-struct phases_record {
-  uint64_t ticks[phase_count];
-};
-
-// What calls have in common whose problem and plan are the same.
-struct problem_record {
-  problem p;
-  const kernel_table* table;
-  route kernel;
-  double flops, bytes;
-};
-
-struct thread_record {
-  int64_t id;  // the system's
-  thread_counters counters;
-  counts counted;
-  std::atomic<bool> finished;  // counted is final
-  int64_t skipped;             // calls that were not watched
-  int64_t problem;             // index of its last call's, -1 = none
-  uint64_t next_detailed;      // when it may look into a task again
-  uint64_t random;
-};
 
 constexpr int32_t most_threads = 1024;            // later ones' calls and tasks are not kept
 constexpr int32_t most_counted_threads = 64;      // each counter is an open file
@@ -114,9 +53,6 @@ constexpr double looks_per_run = 3000, looks_per_detailed = 40000, times_per_det
 // calls shows them all.
 constexpr int64_t first_calls = 64;
 
-const char* const phase_names[phase_count] = {"pack",  "scores", "mask",    "softmax", "values",
-                                              "store", "merge",  "weights", "project"};
-
 int64_t thread_id() {
 #if defined(__linux__)
   return syscall(SYS_gettid);
@@ -126,25 +62,6 @@ int64_t thread_id() {
   return id;
 #endif
 }
-
-// Memory for so many records, touched now, so that it costs nothing later.
-template <class Record>
-struct room {
-  explicit room(int64_t n) : size(n), records(new Record[static_cast<size_t>(n)]()) {}
-
-  // The index of the first of n new ones, or -1.
-  int64_t take(int64_t n = 1) noexcept {
-    const int64_t index = taken.fetch_add(n, std::memory_order_relaxed);
-    return index + n <= size ? index : -1;
-  }
-  int64_t kept() const { return std::min(taken.load(), size); }
-  int64_t dropped() const { return std::max<int64_t>(taken.load() - size, 0); }
-  Record& operator[](int64_t index) const { return records[static_cast<size_t>(index)]; }
-
-  const int64_t size;
-  const std::unique_ptr<Record[]> records;
-  std::atomic<int64_t> taken{0};
-};
 
 uint64_t next_random(uint64_t& state) noexcept {
   state = state * 6364136223846793005U + 1442695040888963407U;
@@ -158,42 +75,6 @@ double measured_look() noexcept {
   for (int i = 1; i < looks; ++i) (void)read_ticks();
   return static_cast<double>(read_ticks() - begin) / looks;
 }
-
-}  // namespace
-
-struct profile_session {
-  profile_session(const mh_profile_options& o, int64_t n)
-      : number(n),
-        counters((o.flags & MH_PROFILE_COUNTERS) != 0),
-        calls(o.calls > 0 ? o.calls : default_calls),
-        problems(calls.size),
-        workers(std::clamp<int64_t>(int64_t{4} * max_threads() * calls.size, 4096, most_worker_records)),
-        tasks(o.tasks > 0 ? o.tasks : default_tasks),
-        phases(tasks.size / 4 + 1),
-        why_not(counters ? why_no_counters() : ""),
-        threads(std::make_unique<thread_record[]>(most_threads)) {}
-
-  const int64_t number;
-  const bool counters;
-  room<call_record> calls;
-  room<problem_record> problems;
-  room<worker_record> workers;
-  room<task_record> tasks;
-  room<phases_record> phases;
-  std::atomic<int64_t> lost_calls{0};  // of threads that there was no room for
-  std::string why_not;                 // there are no hardware counters
-  std::unique_ptr<thread_record[]> threads;
-  std::atomic<int32_t> thread_count{0};
-  double start = seconds_now(), seconds = 0;
-  uint64_t start_ticks = read_ticks(), ticks = 0;
-  const double look = measured_look();
-
-  int64_t problem_of(const plan& plan, thread_record& thread) noexcept;
-  // This thread's place among `threads`.
-  int32_t this_thread() noexcept;
-};
-
-namespace {
 
 std::atomic<profile_session*> active{nullptr};
 std::atomic<int64_t> running{0};  // the number of the active one, 0 = none
@@ -245,6 +126,20 @@ struct thread_place {
 thread_local thread_place this_place;
 
 }  // namespace
+
+profile_session::profile_session(const mh_profile_options& o, int64_t n)
+    : number(n),
+      counters((o.flags & MH_PROFILE_COUNTERS) != 0),
+      calls(o.calls > 0 ? o.calls : default_calls),
+      problems(calls.size),
+      workers(std::clamp<int64_t>(int64_t{4} * max_threads() * calls.size, 4096, most_worker_records)),
+      tasks(o.tasks > 0 ? o.tasks : default_tasks),
+      phases(tasks.size / 4 + 1),
+      why_not(counters ? why_no_counters() : ""),
+      threads(std::make_unique<thread_record[]>(most_threads)),
+      start(seconds_now()),
+      start_ticks(read_ticks()),
+      look(measured_look()) {}
 
 int32_t profile_session::this_thread() noexcept {
   thread_place& place = this_place;
@@ -513,180 +408,9 @@ void end_profile() {
   stop_profile(*session, std::numeric_limits<double>::infinity());
 }
 
-// --- as text ----------------------------------------------------------------------------------------------------------
+// --- MH_PROFILE and MH_VERBOSE ----------------------------------------------------------------------------------------
 
 namespace {
-
-// What workers did, added up.
-struct work {
-  int64_t tasks = 0;
-  uint64_t kernels = 0;  // in tasks whose phases kernels name; of some of them:
-  uint64_t detailed[phase_count] = {};
-  uint64_t whole[phase_count] = {};  // in tasks that are one phase
-
-  void add(const worker_record& w, uint64_t times = 1) {
-    tasks += w.tasks * static_cast<int64_t>(times);
-    (w.what == phase_count ? kernels : whole[w.what]) += w.busy * times;
-    for (int i = 0; i < phase_count; ++i) detailed[i] += w.detailed[i] * times;
-  }
-  void add(const work& w) {
-    tasks += w.tasks;
-    kernels += w.kernels;
-    for (int i = 0; i < phase_count; ++i) {
-      detailed[i] += w.detailed[i];
-      whole[i] += w.whole[i];
-    }
-  }
-
-  // Of kernels that were not looked into, the time goes as in those that were. False: none was.
-  bool phases(double (&seconds)[phase_count], double per_tick) const {
-    double known = 0;
-    for (const uint64_t ticks : detailed) known += static_cast<double>(ticks);
-    if (known == 0 && kernels > 0) return false;
-    const double scale = known > 0 ? static_cast<double>(kernels) / known : 0.0;
-    for (int i = 0; i < phase_count; ++i)
-      seconds[i] = (static_cast<double>(whole[i]) + static_cast<double>(detailed[i]) * scale) * per_tick;
-    return true;
-  }
-};
-
-// Phases, and what is left of `available` seconds as idle, where that is not negative. Or null, where nothing is known.
-void add_phases(json& out, const work* w, double per_tick, double available) {
-  double seconds[phase_count];
-  out.key("phases");
-  if (w == nullptr || !w->phases(seconds, per_tick)) {
-    out.raw("null");
-    return;
-  }
-  out.raw("{");
-  for (int i = 0; i < phase_count; ++i) {
-    out.key(phase_names[i]).value(seconds[i]);
-    available -= seconds[i];
-  }
-  out.key("idle").value(std::max(0.0, available)).raw("}");
-}
-
-std::string title_of(const profile_session& s, const call_record& call) {
-  return call.problem >= 0 ? to_text(s.problems[call.problem].p).text : call.what;
-}
-
-void add_call(json& out, const profile_session& s, const call_record& call, const work& w, double per_tick) {
-  out.item().raw("{");
-  out.key("kind").value(call.problem >= 0 ? "attention" : std::string(call.what, std::strcspn(call.what, " ")).c_str());
-  out.key("problem").value(title_of(s, call).c_str());
-  if (call.problem >= 0) {
-    const problem_record& p = s.problems[call.problem];
-    out.key("isa").value(p.table->isa).key("route").value(route_names[p.kernel]);
-    out.key("flops").value(p.flops).key("bytes").value(p.bytes);
-  }
-  out.key("thread").value(s.threads[call.thread].id).key("threads").value(call.threads);
-  out.key("start").value(call.start).key("seconds").value(call.seconds);
-  out.key("stands_for").value(call.stands_for);
-  const bool whole = !call.missing.load();
-  out.key("tasks");
-  whole ? out.value(w.tasks) : out.raw("null");
-  add_phases(out, whole ? &w : nullptr, per_tick, static_cast<double>(call.threads) * call.seconds);
-  out.raw("}");
-}
-
-void add_counters(json& out, const counts& counted) {
-  out.raw("{");
-  for (size_t i = 0; i < counted.size(); ++i) {
-    out.key(counter_names[i]);
-    counted[i] >= 0 ? out.value(counted[i]) : out.raw("null");
-  }
-  out.raw("}");
-}
-
-void add_summary(json& out, const profile_session& s, double per_tick) {
-  const int32_t thread_count = s.thread_count.load();
-  out.raw("{").key("version").value(MH_VERSION_MAJOR * 10000 + MH_VERSION_MINOR * 100 + MH_VERSION_PATCH);
-  out.key("seconds").value(s.seconds);
-  int64_t calls_skipped = 0;
-  for (int32_t i = 0; i < thread_count; ++i) calls_skipped += s.threads[i].skipped;
-  out.key("calls_skipped").value(calls_skipped);
-  out.key("calls_dropped").value(s.calls.dropped() + s.lost_calls.load());
-  out.key("tasks_dropped").value(s.tasks.dropped());
-  out.key("counters_note");
-  s.counters&& s.why_not.empty() ? out.raw("null")
-                                 : out.value(s.counters ? s.why_not.c_str() : "hardware counters were not asked for");
-  std::vector<work> of_calls(static_cast<size_t>(s.calls.kept())), of_threads(static_cast<size_t>(thread_count));
-  for (int64_t i = 0; i < s.workers.kept(); ++i) {
-    const worker_record& w = s.workers[i];
-    if (w.thread < 0 || w.tasks == 0) continue;
-    of_threads[static_cast<size_t>(w.thread)].add(w, static_cast<uint64_t>(s.calls[w.call].stands_for));
-    of_calls[static_cast<size_t>(w.call)].add(w);
-  }
-  // Calls inside others began after them.
-  for (int64_t i = s.calls.kept() - 1; i >= 0; --i) {
-    if (s.calls[i].done && s.calls[i].within >= 0)
-      of_calls[static_cast<size_t>(s.calls[i].within)].add(of_calls[static_cast<size_t>(i)]);
-  }
-  out.key("threads").raw("[");
-  for (int32_t i = 0; i < thread_count; ++i) {
-    const work& w = of_threads[static_cast<size_t>(i)];
-    out.item().raw("{").key("thread").value(s.threads[i].id).key("tasks").value(w.tasks);
-    add_phases(out, &w, per_tick, s.seconds);
-    out.key("counters");
-    s.counters ? add_counters(out, s.threads[i].counted) : void(out.raw("null"));
-    out.raw("}");
-  }
-  out.raw("]").key("calls").raw("[");
-  for (int64_t i = 0; i < s.calls.kept(); ++i)
-    if (s.calls[i].done) add_call(out, s, s.calls[i], of_calls[static_cast<size_t>(i)], per_tick);
-  out.raw("]}");
-}
-
-void add_slice(json& out, const char* name, const char* kind, int64_t thread, double start, double seconds) {
-  out.item().raw("\n{").key("ph").value("X").key("name").value(name).key("cat").value(kind);
-  out.key("pid").value(1).key("tid").value(thread).key("ts").value(start * 1e6).key("dur").value(seconds * 1e6);
-}
-
-// A run of tasks and, inside one that was looked into, its phases, one after another: in truth they take turns.
-void add_task(json& out, const profile_session& s, const task_record& task, double per_tick) {
-  const worker_record& worker = s.workers[task.worker.load(std::memory_order_acquire) - 1];
-  const auto seconds = [per_tick](uint64_t ticks) { return static_cast<double>(ticks) * per_tick; };
-  const int64_t thread = s.threads[worker.thread].id;
-  const bool kernel = worker.what == phase_count;
-  double start = seconds(task.begin);
-  add_slice(out, kernel ? "task" : phase_names[worker.what], "task", thread, start, seconds(task.end - task.begin));
-  out.key("args").raw("{").key("call").value(worker.call).key("tasks").value(task.tasks);
-  if (kernel) {
-    const int64_t kv_heads = s.problems[s.calls[worker.call].problem].p.kv_heads;
-    out.key("batch").value(task.batch + task.kv_head / kv_heads).key("kv_head").value(task.kv_head % kv_heads);
-    out.key("chunk").value(task.chunk);
-    out.key("row_begin").value(task.row_begin).key("row_end").value(task.row_end);
-  }
-  out.raw("}}");
-  for (int i = 0; i < phase_count && task.phases >= 0; ++i) {
-    const double length = seconds(s.phases[task.phases].ticks[i]);
-    if (length == 0) continue;
-    add_slice(out, phase_names[i], "phase", thread, start, length);
-    out.raw("}");
-    start += length;
-  }
-}
-
-// The form that Perfetto and Chrome read, with the summary under a key that they pass over.
-void add_trace(json& out, const profile_session& s, double per_tick) {
-  out.raw("{").key("displayTimeUnit").value("ns").key("manyhead");
-  add_summary(out, s, per_tick);
-  out.key("traceEvents").raw("[");
-  out.item().raw("\n{").key("ph").value("M").key("name").value("process_name").key("pid").value(1);
-  out.key("args").raw("{").key("name").value("manyhead").raw("}}");
-  for (int64_t i = 0; i < s.calls.kept(); ++i) {
-    const call_record& call = s.calls[i];
-    if (!call.done) continue;
-    add_slice(out, title_of(s, call).c_str(), "call", s.threads[call.thread].id, call.start, call.seconds);
-    out.key("args").raw("{").key("call").value(i).key("threads").value(call.threads);
-    out.key("stands_for").value(call.stands_for).raw("}}");
-  }
-  for (int64_t i = 0; i < s.tasks.kept(); ++i)
-    if (s.tasks[i].worker.load(std::memory_order_acquire) != 0) add_task(out, s, s.tasks[i], per_tick);
-  out.raw("]}");
-}
-
-// --- MH_PROFILE and MH_VERBOSE ----------------------------------------------------------------------------------------
 
 int64_t process_id() {
 #if defined(__linux__)
@@ -756,11 +480,7 @@ std::string profile_text(int32_t format) {
   const std::lock_guard lock(change);
   if (active.load() != nullptr) invalid("a profile is running: end it first");
   if (last_session == nullptr) invalid("no profile has run");
-  const profile_session& s = *last_session;
-  const double per_tick = s.ticks > 0 ? s.seconds / static_cast<double>(s.ticks) : 0.0;
-  json out;
-  format == MH_PROFILE_TRACE ? add_trace(out, s, per_tick) : add_summary(out, s, per_tick);
-  return out.text;
+  return text_of(*last_session, format);
 }
 
 void watch_as_environment_says() {

@@ -119,6 +119,14 @@ void set_turns(plan& plan, bool from_memory) {
   plan.k_turn = std::min(plan.k_turn, plan.v_turn);
 }
 
+// A head's rows as decode works on them (decode.hpp: padded_rows): on tiles more than 16 are two blocks of the same size; by pairs one
+// of zeros joins 7 of 8, or 3 of 4.
+int64_t padded_rows(const plan& plan, int64_t rows) {
+  const int32_t how = plan.unit_steps ? plan.table->dtype[plan.p.dtype].unit_steps : no_unit_steps;
+  const bool more = how == steps_of_tiles ? rows > 16 : how == steps_of_pairs && rows % 4 == 3;
+  return more ? rows + rows % 2 : rows;
+}
+
 // How many kv heads a task of the decode route takes. What a step makes of a few rows is little and waits for the step
 // before, so the steps of several heads follow each other: on Zen 5, K and V in L2, heads of 64, 1.2 to 1.5 times as fast
 // with 8 keys, 1.05 to 1.45 with 16 and 32, 1.0 to 1.2 with 64 and 128. Their tiles of K and V take up to half of L2: an
@@ -134,9 +142,8 @@ void set_turns(plan& plan, bool from_memory) {
 int64_t heads_of_task(const plan& plan, bool in_l2, int64_t l2_bytes) {
   constexpr int64_t l1_bytes = 32 << 10;
   const problem& p = plan.p;
-  const int64_t taken =
-      rows_on_unit(plan.unit_steps ? plan.table->dtype[p.dtype].unit_steps : no_unit_steps, plan.block_q);
-  if (takes_turns(plan)) return std::clamp<int64_t>(most_rows_at_once / taken, 1, plan.entry_heads);
+  if (takes_turns(plan))
+    return std::clamp<int64_t>(most_rows_at_once / padded_rows(plan, plan.block_q), 1, plan.entry_heads);
   const int64_t tile_bytes = std::min(p.kv_len, plan.block_kv) * (p.head_dim + p.v_dim) * dtype_size(p.dtype);
   const int64_t room = in_l2 ? l2_bytes / 2 : p.kv_len <= plan.block_kv ? l1_bytes : 0;
   const int64_t most = std::min(most_decode_rows / plan.block_q, room / std::max<int64_t>(tile_bytes, 1));

@@ -208,11 +208,6 @@ inline constexpr int64_t most_tile_keys = 256;
 // How the decode route multiplies on the unit, where the plan says so: 32 keys at a time with tiles (decode_unit.hpp), for heads of
 // multiples of 32, or by pairs in the place of multiply-adds (decode_pairs.hpp), for heads of 32 and more.
 enum how_unit_steps : int32_t { no_unit_steps, steps_of_tiles, steps_of_pairs };
-// A head's rows there: of tiles more than 16 are two blocks of the same size; by pairs one of zeros joins 7 of 8, or 3 of 4.
-inline constexpr int64_t rows_on_unit(int32_t how, int64_t rows) {
-  const bool more = how == steps_of_tiles ? rows > 16 : how == steps_of_pairs && rows % 4 == 3;
-  return more ? rows + rows % 2 : rows;
-}
 
 struct dtype_kernels {
   task_fn attention[route_count];  // route_matrix: NULL where there is no matrix unit for the type
