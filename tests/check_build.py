@@ -157,7 +157,7 @@ def check_unit_loops(isa: str, functions: dict[str, list[Instruction]]) -> list[
 
 
 def check_calls(isa: str, functions: dict[str, list[Instruction]]) -> list[str]:
-    """Arithmetic of vectors that the compiler left as calls (src/kernels/simd.hpp: MH_DIRECT)."""
+    """Arithmetic of vectors that the compiler left as calls (src/kernels/neon_direct.hpp)."""
     wrong = set()
     for name, body in functions.items():
         product = PRODUCT.search(name)

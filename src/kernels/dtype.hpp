@@ -3,7 +3,7 @@
 #pragma once
 
 #include "kernel_api.hpp"
-#include "simd.hpp"
+#include "transpose.hpp"
 
 namespace manyhead::MH_ISA {
 namespace {

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "dtype.hpp"
+#include "exponential.hpp"
 #include "mask.hpp"
 
 namespace manyhead::MH_ISA {

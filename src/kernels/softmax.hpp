@@ -2,8 +2,8 @@
 // rows.
 #pragma once
 
+#include "exponential.hpp"
 #include "kernel_api.hpp"
-#include "simd.hpp"
 
 namespace manyhead::MH_ISA {
 namespace {
