@@ -29,6 +29,10 @@ bool has_heads_in_order(const problem& p) {
   return are_side_by_side(p) && p.k_strides[2] == p.kv_heads * p.head_dim && p.v_strides[2] == p.kv_heads * p.v_dim;
 }
 
+bool has_heads_in_order_with_gaps(const problem& p) {
+  return are_side_by_side(p) && p.k_strides[2] >= p.kv_heads * p.head_dim && p.v_strides[2] >= p.kv_heads * p.v_dim;
+}
+
 std::optional<problem> joined(const problem& p) {
   constexpr uint32_t tells_apart =
       MH_INPUT_KEY_MASK | MH_INPUT_SEQUSED_K | MH_INPUT_Q_OFFSET | MH_INPUT_ALIBI | MH_INPUT_SINKS;

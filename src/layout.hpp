@@ -18,9 +18,11 @@ bool are_apart(int64_t bytes, int64_t stride, int64_t dim, int64_t size);
 bool are_side_by_side(const problem& p);
 bool writes_side_by_side(const problem& p);
 
-// Whether rows of K and of V follow each other without gaps: those of a head, or of all heads of an entry, which lie side by side.
+// Whether rows of K and of V follow each other without gaps: those of a head, or of all heads of an entry, which lie side by side;
+// or with gaps, as where K and V are one array, [batch, length, 2, heads, head_dim].
 bool has_rows_in_order(const problem& p);
 bool has_heads_in_order(const problem& p);
+bool has_heads_in_order_with_gaps(const problem& p);
 
 // The problem with all heads of a batch as those of one entry, or nothing: where nothing tells an entry's heads from more heads of
 // the entry before.

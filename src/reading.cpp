@@ -47,6 +47,17 @@ bool comes_unasked(cpu_core core, const plan& plan, footprint of) {
   }
 }
 
+// Bytes of a row of all heads that lie side by side.
+int64_t bytes_of_heads(const problem& p) { return p.kv_heads * std::max(p.head_dim, p.v_dim) * dtype_size(p.dtype); }
+
+// Whether Zen 5 asks for rows of heads that lie side by side in the order of memory (set_turns). With gaps as large as the rows:
+// one thread and two, 16 bits 1.0 to 1.7 times as fast, f32 of up to 4 KB in a row 0.98 to 1.6; f32 and f64 of 8 KB and more 0.79
+// to 1.44.
+bool has_heads_to_follow(const problem& p) {
+  if (has_heads_in_order(p)) return true;
+  return has_heads_in_order_with_gaps(p) && (is_widened(p) || bytes_of_heads(p) <= 4096);
+}
+
 // Whether kernels with AVX-512 ask for K with K and for V with V (decode.hpp: further_on. 16 bits and others never do:
 // may_ask_own).
 // Zen 5: heads of 16 to 256, 1 to 12 rows, 1.0 to 1.3 times as fast on one thread, 0.97 to 1.3 on two; in 16 bits 0.55 to 1.09,
@@ -56,7 +67,7 @@ bool comes_unasked(cpu_core core, const plan& plan, footprint of) {
 // Intel, up to a third of L3, one thread and two: one row 1.04 to 1.08, two 1.01 to 1.13, three 1.02 to 1.16, four of heads of 64
 //   1.0 to 1.09, but three and four of rows beyond 256 bytes 0.93 to 1.0; what lies further away 0.87 to 0.98 on one thread.
 bool asks_for_own(cpu_core core, const problem& p, double l3s) {
-  if (!has_rows_in_order(p) && !(core == cpu_core::zen5 && has_heads_in_order(p))) return false;
+  if (!has_rows_in_order(p) && !(core == cpu_core::zen5 && has_heads_to_follow(p))) return false;
   const int64_t rows = rows_of_step(p);
   const bool large = std::max(p.head_dim, p.v_dim) * dtype_size(p.dtype) > 256, as_four = rows == 3 || rows == 4;
   return core == cpu_core::zen5 || (core == cpu_core::intel && l3s <= 1 / 3.0 && !(large && as_four));
@@ -68,7 +79,7 @@ bool asks_for_own(cpu_core core, const problem& p, double l3s) {
 bool asks_in_order(cpu_core core, const plan& plan) {
   const int64_t most_at_once = plan.unit_steps ? 8 : 4;
   if (core != cpu_core::zen5) return false;
-  return (rows_of_step(plan.p) <= most_at_once && has_rows_in_order(plan.p)) || has_heads_in_order(plan.p);
+  return (rows_of_step(plan.p) <= most_at_once && has_rows_in_order(plan.p)) || has_heads_to_follow(plan.p);
 }
 
 // Whether 16 bits are asked for into L1. On Zen 4 such lines are late from memory (into L2 1.35 to 2.1 times as fast, heads of 32
@@ -107,7 +118,7 @@ void set_turns(plan& plan, bool from_memory) {
   plan.k_turn = usual_k_turn;
   plan.v_turn = usual_v_turn;
   if (!plan.asks_in_order || rows > 4) return;
-  const int64_t bytes = p.kv_heads * std::max(p.head_dim, p.v_dim) * element;
+  const int64_t bytes = bytes_of_heads(p);
   if (!from_memory) {
     if (bytes <= 4096) plan.k_turn = plan.v_turn = 64;
     return;

@@ -304,8 +304,9 @@ TEST_CASE("cores that bring rows better when asked otherwise are") {
   CHECK(!asks_own("f32 b2 h4/1 q1 kv2048 d128", zen4));
   CHECK(!asks_own("f32 b2 h4/1 q1 kv2048 d128", other));
   CHECK(asks_own("f32 b2 h4/2 q1 kv2048 d128 bshd", zen5));
-  CHECK(!asks_own("f32 b2 h4/2 q1 kv2048 d128 bshd", intel));  // rows of other heads lie between
-  CHECK(!asks_own("f32 b2 h4/2 q1 kv2048 d128 strides=packed", zen5));
+  CHECK(!asks_own("f32 b2 h4/2 q1 kv2048 d128 bshd", intel));          // rows of other heads lie between
+  CHECK(asks_own("f32 b2 h4/2 q1 kv2048 d128 strides=packed", zen5));  // gaps between rows of all heads
+  CHECK(!asks_own("f32 b2 h4/2 q1 kv2048 d128 strides=packed", intel));
   const auto in_order = [](const char* line, cpu_core core) {
     return make_plan(problem_of(line), current_isa(), l2, core).asks_in_order;
   };
@@ -316,7 +317,12 @@ TEST_CASE("cores that bring rows better when asked otherwise are") {
     CHECK(in_order(five.c_str(), zen5) == make_plan(problem_of(five.c_str()), current_isa(), l2, zen5).unit_steps);
     CHECK(!in_order((dtype + std::string(" b2 h9/1 q1 kv2048 d128")).c_str(), zen5));
     CHECK(in_order((dtype + std::string(" b2 h10/2 q1 kv2048 d128 bshd")).c_str(), zen5));
-    CHECK(!in_order((dtype + std::string(" b2 h4/2 q1 kv2048 d128 strides=packed")).c_str(), zen5));
+    CHECK(in_order((dtype + std::string(" b2 h4/2 q1 kv2048 d128 strides=packed")).c_str(), zen5));
+    // With gaps, long rows of 32 bits are not.
+    CHECK(in_order((dtype + std::string(" b2 h16 q1 kv2048 d64 strides=packed")).c_str(), zen5));
+    CHECK(in_order((dtype + std::string(" b2 h17 q1 kv2048 d64 strides=packed")).c_str(), zen5) ==
+          (*dtype != 'f' || dtype[1] == '1'));
+    CHECK(!in_order((dtype + std::string(" b2 h4/2 q1 kv2048 d128 strides=odd")).c_str(), zen5));
     for (const cpu_core core : {zen4, intel, other}) {
       CHECK(!in_order((dtype + std::string(" b2 h4/1 q1 kv2048 d128")).c_str(), core));
       CHECK(!in_order((dtype + std::string(" b2 h4/2 q1 kv2048 d128 bshd")).c_str(), core));
