@@ -7,6 +7,7 @@
 //          heavy     lognormal tails
 //          poison    normal, and NaN and inf in some keys that some rows attend
 //          nanbias   normal, and a bias of one key that is NaN, for few rows
+//          padded    normal, and a bias that is the lowest finite number for the first half of the keys, for some rows for all
 //          spread    scores that grow (or fall) along the keys to about +-60: the running maximum moves all the time
 //          equal     all keys and values equal
 //          huge      scores of +-1e6 and +-1e30, the largest well apart
@@ -376,7 +377,12 @@ struct test_case {
       const double yes[] = {1, 2, 255};
       return random_.below(10) < 3 ? 0 : yes[random_.below(3)];
     });
+    const double lowest_finite = bias.type == MH_DTYPE_F64    ? -1.7976931348623157e308
+                                 : bias.type == MH_DTYPE_F32  ? -3.4028234663852886e38
+                                 : bias.type == MH_DTYPE_BF16 ? -3.3895313892515355e38
+                                                              : -65504.0;
     fill(bias, [&](const index4& i, double normal) -> double {
+      if (line.data == "padded") return i[2] % 4 == 3 || i[3] < bias.dims[3] / 2 ? lowest_finite : normal;
       if (empties && i[2] % 3 == 1) return -HUGE_VAL;
       if (empties && i[2] % 4 == 2) return lowest;
       return random_.below(10) == 0 ? -HUGE_VAL : 2 * normal;

@@ -10,6 +10,7 @@ import numpy as np
 
 from ._arrays import (
     CODES,
+    float_type,
     Shape,
     address,
     aligned_empty,
@@ -288,9 +289,7 @@ def plan(
     if window_left is not None or window_right is not None:
         window = make_window(window, window_left, window_right)
     offset = integer(q_offset, "q_offset") if isinstance(q_offset, Integral) else None
-    dtype = np.dtype(dtype)
-    if CODES[dtype] is None:
-        raise TypeError(f"dtype is {dtype}, must be float32, float64, float16 or bfloat16")
+    dtype = float_type(dtype, "dtype")
     tensors = {name: _example(x, dtype) for name, x in (("q", q), ("k", k), ("v", v))}
     tensors = {name: x if isinstance(x, Shape) else floats(x, name) for name, x in tensors.items()}
     real = real_type(tensors["q"].dtype)

@@ -89,9 +89,21 @@ def load() -> tuple[ctypes.CDLL, str]:
 lib, path = load()
 
 
+# What arguments of C are called in Python, where a text names their values.
+_IN_PYTHON = {
+    "MH_ALIGN_UNSET": "None",
+    "MH_ALIGN_TOP_LEFT": "'top_left'",
+    "MH_ALIGN_BOTTOM_RIGHT": "'bottom_right'",
+    "MH_ALIGN_OFFSET with q_offset": "q_offset given",
+    "inputs lacks MH_INPUT_ALIBI": "there are no alibi_slopes",
+}
+
+
 def raise_for(status: int) -> None:
     """Raises the exception for a status other than MH_OK, with the library's text."""
     text = lib.mh_last_error().decode(errors="replace")
+    for name, here in _IN_PYTHON.items():
+        text = text.replace(name, here)
     if status == _abi.INVALID_ARGUMENT:
         raise ValueError(text)
     raise Error(text or lib.mh_status_name(status).decode(), status)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import byref, c_void_p, cast
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -115,7 +116,8 @@ def _rows(array: np.ndarray, lead: int, order: tuple[int, ...] | None = None) ->
         return array.transpose(*range(lead), *(lead + axis for axis in order))
     middle = array.ndim - lead - 1
     if middle > 3:
-        return array.reshape(*array.shape[:lead], -1, *array.shape[-3:])
+        joined = prod(array.shape[lead:-3])  # not -1: there may be no states
+        return array.reshape(*array.shape[:lead], joined, *array.shape[-3:])
     return np.expand_dims(array, tuple(range(lead, lead + 3 - middle)))
 
 

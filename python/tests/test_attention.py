@@ -101,11 +101,35 @@ def test_rows_that_attend_nothing(how, dtype):
     np.testing.assert_allclose(result.lse, np.broadcast_to(sinks[None, :, None], (2, 2, 3)), 1e-6)
 
 
-def test_a_finite_bias_everywhere_is_an_ordinary_softmax():
+LOWEST = np.float32(-1e30), np.finfo(np.float32).min, np.float64(-1e300), np.finfo(np.float64).min
+
+
+@pytest.mark.parametrize("lowest", LOWEST, ids=str)
+def test_a_finite_bias_everywhere_is_an_ordinary_softmax(lowest):
     q, k, v = tensors(1, 1, 4, 8)
-    bias = np.full((4, 4), -1e30, np.float32)
+    bias = np.full((4, 4), lowest)
     mean = np.broadcast_to(v.mean(axis=2, keepdims=True), v.shape)
     np.testing.assert_allclose(manyhead.attention(q, k, v, attn_bias=bias), mean, 1e-5, 1e-6)
+
+
+@pytest.mark.parametrize("lowest", LOWEST, ids=str)
+@pytest.mark.parametrize("q_len", [1, 3, 20, 100])
+def test_keys_behind_such_a_bias_count_nothing(lowest, q_len):
+    q, k, v = (x[:, :, :n] for x, n in zip(tensors(1, 2, 300, 8), (q_len, 300, 300), strict=True))
+    bias = np.full(300, lowest)
+    bias[-2:] = 0
+    got = manyhead.attention(q, k, v, attn_bias=bias, return_lse=True)
+    want = manyhead.attention(q, k[:, :, -2:], v[:, :, -2:], return_lse=True)
+    np.testing.assert_allclose(got.out, want.out, 1e-5, 1e-6)
+    np.testing.assert_allclose(got.lse, want.lse, 1e-5, 1e-6)
+
+
+@pytest.mark.parametrize("q_len", [1, 20])
+def test_a_sink_that_is_nan_shows_in_its_head_alone(q_len):
+    q, k, v = tensors(1, 2, q_len, 8)
+    result = manyhead.attention(q, k, v, sinks=np.array([np.nan, 0.5]), return_lse=True, return_weights=True)
+    for x in (result.out, result.lse, result.weights):
+        assert np.isnan(x[:, 0]).all() and not np.isnan(x[:, 1]).any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -67,6 +67,7 @@ CASES = [
     ({"window": (1, 0), "window_left": 1}, ValueError, "give window or window_left and window_right, not both"),
     ({"window_right": "2", "align": "top_left"}, TypeError, "window_right must be an integer, not str"),
     ({"alibi_mode": "square"}, ValueError, "alibi_mode is 'square'"),
+    ({"alibi_mode": "signed"}, ValueError, "but there are no alibi_slopes"),
     ({"lse_base": 2}, ValueError, "lse_base is 2, must be one of 'e', '2'"),
     ({"return_lse": "e"}, TypeError, "return_lse must be True or False"),
     ({"return_column_sums": None}, TypeError, "return_column_sums must be True or False"),

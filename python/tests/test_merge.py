@@ -74,6 +74,8 @@ def test_states_that_count_nothing():
     assert (out == 0).all() and (lse == -np.inf).all()
     out, lse = manyhead.merge_states(outs[:0], lses[:0])
     assert out.shape == (1, 2, 4, 5) and (out == 0).all() and (lse == -np.inf).all()
+    out, lse = manyhead.merge_states(np.zeros((0, 1, 2, 3, 4, 5), "f"), np.zeros((0, 1, 2, 3, 4), "f"))
+    assert out.shape == (1, 2, 3, 4, 5) and (out == 0).all() and (lse == -np.inf).all()
     outs[1], lses[1] = 2.5, 1.0
     out, lse = manyhead.merge_states(outs, lses)
     assert (out == 2.5).all() and (lse == 1).all()

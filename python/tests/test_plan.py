@@ -128,16 +128,24 @@ def test_strides_of_dimensions_of_size_one_say_nothing():
 def test_mistakes_in_making_a_plan():
     with pytest.raises(TypeError, match="unexpected option 'dropout'"):
         manyhead.plan(*SHAPES, dropout=1)
-    with pytest.raises(TypeError, match="dtype is int32"):
-        manyhead.plan(*SHAPES, dtype=np.int32)
+    for dtype in (np.int32, "bfloat17", object):
+        with pytest.raises(TypeError, match=r"dtype is .*, must be float32, float64, float16 or bfloat16"):
+            manyhead.plan(*SHAPES, dtype=dtype)
     with pytest.raises(ValueError, match=r"k\.shape\[3\]"):
         manyhead.plan(SHAPES[0], (2, 2, 5, 7), SHAPES[2])
-    with pytest.raises(ValueError, match="top_left|TOP_LEFT"):
+    with pytest.raises(
+        ValueError, match="align is None, but .* must be 'top_left' or 'bottom_right' .or q_offset given.$"
+    ):
         manyhead.plan(*SHAPES, causal=True)
     with pytest.raises(ValueError, match=r"out has shape \(1, 2\)"):
         manyhead.plan(*SHAPES, out=(1, 2))
     with pytest.raises(ValueError):
         manyhead.plan((2**40, 2**20, 3, 8), (2**40, 2**20, 5, 8), (2**40, 2**20, 5, 6))
+
+
+def test_a_plan_names_its_dtype():
+    assert " bf16 " in f" {manyhead.plan(*SHAPES, dtype='bfloat16').describe()} "
+    assert " f16 " in f" {manyhead.plan(*SHAPES, dtype='float16').describe()} "
 
 
 def test_describe():

@@ -94,7 +94,8 @@ struct step_weights : step_values<D> {
       const T before = row_max[r + n];
       if (!xsimd::any(tops[n] > vec<T>(before + reach))) continue;
       const T top = largest_of<T>(tops[n]) - below;
-      if (before > lowest<T>) {  // else there is no sum and no value yet
+      // Else there is no sum and no value yet: of scores that are the lowest number themselves there is.
+      if (before > lowest<T> || xsimd::any(load(row_sums + (r + n) * w) != vec<T>(T(0)))) {
         const vec<T> factor = exp2_of<T>((vec<T>(before) - vec<T>(top)) * scale);
         const auto lower = [factor](T* lanes_of_row) MH_INLINE_LAMBDA {
           (vec<T>::load_aligned(lanes_of_row) * factor).store_aligned(lanes_of_row);

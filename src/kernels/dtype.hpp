@@ -244,6 +244,15 @@ MH_INLINE void narrow_row(const typename D::real* from, int64_t n, typename D::s
   if (n % w != 0) D::narrow(load(from + n - w), p + n - w);
 }
 
+// What doubles are as floats: those beyond the largest float are that, as finite numbers hide nothing.
+template <class T>
+MH_INLINE T as_real(double x) {
+  constexpr double most = sizeof(T) == 4 ? 3.4028234663852886e38 : 1.7976931348623157e308;
+  if (x < -most && x > -__builtin_inf()) return static_cast<T>(-most);
+  if (x > most && x < __builtin_inf()) return static_cast<T>(most);
+  return static_cast<T>(x);
+}
+
 // A row of any dtype, known at run time only (biases, which may have another dtype than q, k and v).
 template <class T>
 MH_INLINE void widen_any(int32_t dtype, const void* base, int64_t offset, int64_t stride, int64_t n, T* to) {
@@ -252,7 +261,7 @@ MH_INLINE void widen_any(int32_t dtype, const void* base, int64_t offset, int64_
     if constexpr (std::is_same_v<typename D::real, T>) {
       widen_row<D>(p, stride, n, to);
     } else {
-      for (int64_t i = 0; i < n; ++i) to[i] = static_cast<T>(D::widen(p[i * stride]));
+      for (int64_t i = 0; i < n; ++i) to[i] = as_real<T>(static_cast<double>(D::widen(p[i * stride])));
     }
   };
   switch (dtype) {

@@ -133,8 +133,8 @@ MH_INLINE row_end finish_row(T top, T sum, double exp_scale, double sink) {
   const double sink2 = sink * 1.4426950408889634074;
   double high = static_cast<double>(top);
   double total = has_keys ? static_cast<double>(sum) : 0;
-  double share = 1;  // what the weights so far count relative to high
-  if (sink2 > -__builtin_inf()) {
+  double share = 1;                 // what the weights so far count relative to high
+  if (sink2 != -__builtin_inf()) {  // NaN too, which shows
     if (!has_keys || sink2 > high * exp_scale) high = static_cast<double>(static_cast<T>(sink2 / exp_scale));
     share = has_keys ? ::exp2((static_cast<double>(top) - high) * exp_scale) : 0;
     total = multiply_add(total, share, ::exp2(multiply_add(-high, exp_scale, sink2)));
@@ -145,8 +145,9 @@ MH_INLINE row_end finish_row(T top, T sum, double exp_scale, double sink) {
 
 MH_INLINE double lse_of(const row_end& e, double exp_scale, int32_t base) {
   if (e.total == 0) return -__builtin_inf();
-  const double lse = multiply_add(e.top, exp_scale, ::log2(e.total));
-  return base == MH_LSE_BASE2 ? lse : lse * 0.69314718055994530942;
+  // Each by itself: a top near the largest double would run over in units of log2.
+  const double unit = base == MH_LSE_BASE2 ? 1 : 0.69314718055994530942;
+  return multiply_add(e.top, exp_scale * unit, ::log2(e.total) * unit);
 }
 
 }  // namespace
