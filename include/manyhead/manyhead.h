@@ -17,7 +17,10 @@
  *    mh_last_error() says which argument was wrong, what it was and what was expected.
  *  - Results have the same bits for any number of threads and whatever else is in the batch.
  *  - A row that may attend no key gives out 0, weights 0, lse -inf (lse = sink where there is a sink), and success.
- *    NaN or inf in a key or value that a row may not attend never reaches that row; in one that it attends it does.
+ *    NaN or inf in a key or value that a row may not attend never reaches that row; in one that it attends it does. (Where
+ *    a matrix unit multiplies, rows beside such a key may be computed without it, with other last bits.)
+ *  - Exponentials are within 1 unit in the last place; where a matrix unit multiplies within 1e-7, in bf16 3e-6. What is
+ *    below 2^-100 of the largest of its row (f64: 2^-996) is 0.
  *  - All functions may be called from several threads at once. Nothing aborts, throws, or changes the caller's
  *    floating-point state. Nothing prints, but what the environment variables MH_VERBOSE and MH_PROFILE ask for.
  */
@@ -209,7 +212,7 @@ typedef struct mh_tensors {
   const void* v;
   void* out;
   const uint8_t* mask;
-  const void* bias;
+  const void* bias; /* bias_dtype; -inf hides a slot, finite f64 beyond the largest float counts as that float */
   const uint8_t* key_mask;
   const void* seqused_k;    /* int32 or int64 [batch], each 0..kv_len */
   const void* q_offset;     /* int32 or int64 [batch] */

@@ -26,12 +26,12 @@ template <class D>
 struct decode_task : step_weights<D> {
   using base = step_weights<D>;
   using base::base;
-  using base::c, base::copy_rows, base::direct, base::factors, base::has_pairs, base::has_tiles, base::has_unit,
-      base::heads, base::in_order, base::in_place, base::is_usual, base::k_dim, base::keys_at_once, base::kv_head,
-      base::many_registers, base::most_rows, base::most_rows_of_pairs, base::no_gaps, base::on_unit, base::out,
-      base::padded_rows, base::place_of, base::place_of_pair, base::places, base::q_row, base::q_rows, base::row_max,
-      base::row_sums, base::row_totals, base::rows, base::scores, base::started, base::task, base::unit, base::v_back,
-      base::v_dim, base::v_pairs, base::w, base::widens, base::width, base::zeros;
+  using base::c, base::copy_rows, base::direct, base::factors, base::first_tile, base::has_pairs, base::has_tiles,
+      base::has_unit, base::heads, base::in_order, base::in_place, base::is_usual, base::k_dim, base::keys_at_once,
+      base::kv_head, base::many_registers, base::most_rows, base::most_rows_of_pairs, base::no_gaps, base::on_unit,
+      base::out, base::padded_rows, base::place_of, base::place_of_pair, base::places, base::q_row, base::q_rows,
+      base::row_max, base::row_sums, base::row_totals, base::rows, base::scores, base::started, base::task, base::unit,
+      base::v_back, base::v_dim, base::v_pairs, base::w, base::widens, base::width, base::zeros;
   using typename base::T;
 
   static constexpr bool may_ask_own = many_registers && !widens;
@@ -409,6 +409,7 @@ struct decode_task : step_weights<D> {
       phase_clock* const clock = clock_of(tile++, (end - b + c.block_kv - 1) / c.block_kv);
       key_tile t{max_of(b, begin), min_of(b + c.block_kv, end), false};
       if (t.keys() <= 0) continue;  // a window that begins behind the last key
+      first_tile = t.begin == begin;
       t.all_visible = c.mask == nullptr && c.key_mask == nullptr && t.begin >= of_last.begin && t.end <= of_first.end;
       f(t, begin, end, clock);
     }

@@ -14,9 +14,10 @@ struct step_weights : step_values<D> {
   using typename base::T;
 
   step_operands<D> unit;
-  T row_max[most_rows_at_once];
-  T* row_sums;    // [heads * padded_rows][w], to be added up
-  T* row_totals;  // on the unit, as row_sums, before weights were rounded
+  T row_max[most_rows_at_once];  // `lowest` before the first key
+  bool first_tile;               // of the task: no row has a sum or a value yet
+  T* row_sums;                   // [heads * padded_rows][w], to be added up
+  T* row_totals;                 // on the unit, as row_sums, before weights were rounded
 
   MH_INLINE step_weights(const kernel_call& call, const kernel_task& t) : base(call, t), unit(call) {}
 
@@ -94,8 +95,8 @@ struct step_weights : step_values<D> {
       const T before = row_max[r + n];
       if (!xsimd::any(tops[n] > vec<T>(before + reach))) continue;
       const T top = largest_of<T>(tops[n]) - below;
-      // Else there is no sum and no value yet: of scores that are the lowest number themselves there is.
-      if (before > lowest<T> || xsimd::any(load(row_sums + (r + n) * w) != vec<T>(T(0)))) {
+      // Else there is no sum and no value yet. (Where scores are the lowest number themselves there is.)
+      if (!first_tile && (before > lowest<T> || xsimd::any(load(row_sums + (r + n) * w) != vec<T>(T(0))))) {
         const vec<T> factor = exp2_of<T>((vec<T>(before) - vec<T>(top)) * scale);
         const auto lower = [factor](T* lanes_of_row) MH_INLINE_LAMBDA {
           (vec<T>::load_aligned(lanes_of_row) * factor).store_aligned(lanes_of_row);
