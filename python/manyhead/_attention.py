@@ -10,11 +10,11 @@ import numpy as np
 
 from ._arrays import (
     CODES,
-    float_type,
     Shape,
     address,
     aligned_empty,
     element_strides,
+    float_type,
     floats,
     integer,
     is_in_place,
