@@ -54,7 +54,7 @@ int64_t rows_weighed(const plan& plan) {
 }  // namespace
 
 int64_t kept_pitch(const problem& p) {
-  const int64_t line = 64 / (real_size(p.dtype));
+  const int64_t line = 64 / real_size(p.dtype);
   return (blocks(p.kv_len, line) | 1) * line;
 }
 

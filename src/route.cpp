@@ -203,8 +203,9 @@ void choose_route(plan& plan, double pairs, cpu_core core) {
   plan.last_rows = last_rows_of(plan, lanes, core);
 }
 
-// By pairs one and two rows do so up to half of L3 as it was there, 32 MB. The kernel asks how many keys an entry has in use: bits
-// may depend neither on the batch nor, from 16 keys on, on how far its entries are padded.
+// One and two rows go by pairs up to half of L3 as it was where steps_by_pairs was measured, 32 MB: from memory lines come too late.
+// The kernel asks how many keys an entry has in use: bits may depend neither on the batch nor, from 16 keys on, on how far its
+// entries are padded.
 int64_t most_keys_on_unit(const problem& p, const dtype_kernels& kernels) {
   constexpr int64_t most_bytes = 16 << 20;
   if (kernels.unit_steps != steps_of_pairs || p.group() * p.q_len > 2) return std::numeric_limits<int64_t>::max();
