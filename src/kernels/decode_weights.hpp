@@ -96,7 +96,7 @@ struct step_weights : step_values<D> {
       if (!xsimd::any(tops[n] > vec<T>(before + reach))) continue;
       const T top = largest_of<T>(tops[n]) - below;
       // Else there is no sum and no value yet. (Where scores are the lowest number themselves there is.)
-      if (!first_tile && (before > lowest<T> || xsimd::any(load(row_sums + (r + n) * w) != vec<T>(T(0))))) {
+      if (!first_tile && (before > lowest<T> || xsimd::any(load(row_sums + (r + n) * w) > vec<T>(T(0))))) {
         const vec<T> factor = exp2_of<T>((vec<T>(before) - vec<T>(top)) * scale);
         const auto lower = [factor](T* lanes_of_row) MH_INLINE_LAMBDA {
           (vec<T>::load_aligned(lanes_of_row) * factor).store_aligned(lanes_of_row);
