@@ -121,6 +121,12 @@ void check_enums(problem& p) {
   if (p.scores_stage != MH_SCORES_RAW && !p.has_output(MH_OUTPUT_SCORES)) {
     invalid("scores_stage is ", p.scores_stage, ", but outputs lacks MH_OUTPUT_SCORES");
   }
+  if (p.lse_base != MH_LSE_NATURAL && !p.has_output(MH_OUTPUT_LSE)) {
+    invalid("lse_base is ", p.lse_base, ", but outputs lacks MH_OUTPUT_LSE");
+  }
+  if (p.alibi_batch_stride != 0 && !p.has_input(MH_INPUT_ALIBI)) {
+    invalid("alibi_batch_stride is ", p.alibi_batch_stride, ", but inputs lacks MH_INPUT_ALIBI");
+  }
 }
 
 // Both numbers reach the kernels as float, or double for f64: what would become infinite or 0 there is refused.
@@ -217,7 +223,6 @@ void check_arrays(problem& p) {
   add_extents(p, list, true);
   p.output_count = p.extent_count;
   add_extents(p, list, false);
-  if (!p.has_input(MH_INPUT_ALIBI)) p.alibi_batch_stride = 0;
   p.flags |= MH_FLAG_STRIDES;
 }
 

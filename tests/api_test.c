@@ -389,6 +389,8 @@ static void test_problem_positions(void) {
   BAD_PLAIN_PROBLEM((p.align = MH_ALIGN_OFFSET, p.q_offset = INT64_MAX), "q_offset is 9223372036854775807");
   BAD_PLAIN_PROBLEM(p.alibi_mode = MH_ALIBI_SIGNED, "MH_INPUT_ALIBI");
   BAD_PLAIN_PROBLEM(p.scores_stage = MH_SCORES_CAPPED, "MH_OUTPUT_SCORES");
+  BAD_PLAIN_PROBLEM(p.lse_base = MH_LSE_BASE2, "MH_OUTPUT_LSE");
+  BAD_PLAIN_PROBLEM(p.alibi_batch_stride = p.heads, "alibi_batch_stride is ");
   /* Where positions count, an unset alignment is refused by naming the two choices. */
   BAD_PLAIN_PROBLEM(p.causal = 1, "MH_ALIGN_TOP_LEFT or MH_ALIGN_BOTTOM_RIGHT");
   BAD_PLAIN_PROBLEM((p.flags = MH_FLAG_WINDOW, p.window_right = -1), "MH_ALIGN_TOP_LEFT or MH_ALIGN_BOTTOM_RIGHT");
@@ -526,7 +528,7 @@ static void test_tensors(void) {
   BAD_TENSORS(p.inputs &= ~MH_INPUT_KEY_MASK, "MH_INPUT_KEY_MASK");
   BAD_TENSORS(p.inputs &= ~MH_INPUT_SEQUSED_K, "MH_INPUT_SEQUSED_K");
   BAD_TENSORS(p.inputs &= ~MH_INPUT_Q_OFFSET, "MH_INPUT_Q_OFFSET");
-  BAD_TENSORS(p.inputs &= ~MH_INPUT_ALIBI, "MH_INPUT_ALIBI");
+  BAD_TENSORS((p.inputs &= ~MH_INPUT_ALIBI, p.alibi_batch_stride = 0), "MH_INPUT_ALIBI");
   BAD_TENSORS(p.inputs &= ~MH_INPUT_SINKS, "MH_INPUT_SINKS");
   BAD_TENSORS(p.outputs &= ~MH_OUTPUT_LSE, "MH_OUTPUT_LSE");
   BAD_TENSORS(p.outputs &= ~MH_OUTPUT_WEIGHTS, "MH_OUTPUT_WEIGHTS");

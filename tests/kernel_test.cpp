@@ -22,6 +22,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -469,6 +470,120 @@ TEST_CASE("a row that sees no key changes no bit of those beside it on the unit"
         return bits;
       };
       CHECK(same_bits(others(true), others(false)));
+    }
+  }
+}
+
+TEST_CASE("equal values average to themselves, denormal ones too") {
+  for (const kernel_table* table : chosen.tables) {
+    for (const char* dtype : dtype_names) {
+      for (const char* shape :
+           {" b1 h2 q1 kv1500 d64", " b1 h1 q16 kv300 d64", " b1 h1 q70 kv140 d64", " b1 h2 q3 kv33 d40"}) {
+        const std::string line = dtype + std::string(shape);
+        const std::string where = line + " @" + table->isa;
+        INFO(where);
+        test_case c(parse_problem(line));
+        // 1 and 40 of the smallest numbers, 1.5 of the smallest normal one.
+        const int smallest = c.p.dtype == MH_DTYPE_F64   ? -1074
+                             : c.p.dtype == MH_DTYPE_F32 ? -149
+                             : c.p.dtype == MH_DTYPE_F16 ? -24
+                                                         : -133;
+        const int normal = c.p.dtype == MH_DTYPE_F64 ? -1022 : c.p.dtype == MH_DTYPE_F16 ? -14 : -126;
+        const double step = std::ldexp(1, smallest);
+        for (const double value : {step, 40 * step, std::ldexp(1.5, normal)}) {
+          CAPTURE(value);
+          c.v.each([&](const index4& i) { c.v.set(i, value); });
+          run(c, *table);
+          double worst = 0;
+          c.out.each([&](const index4& i) { worst = std::max(worst, std::fabs(c.out.get(i) - value)); });
+          // f32 and f64 add up products that are denormal themselves.
+          const bool wide = c.p.dtype == MH_DTYPE_F32 || c.p.dtype == MH_DTYPE_F64;
+          CHECK(worst <= (wide ? step * static_cast<double>(c.p.kv_len) : 0));
+        }
+      }
+    }
+  }
+}
+
+// A prompt's later tokens, padding, slots of a cache that hold anything. On a unit all rows of a panel or head are one product.
+TEST_CASE("what keys hold changes no bit of rows that do not attend them") {
+  for (const kernel_table* table : chosen.tables) {
+    for (const char* dtype : dtype_names) {
+      for (const char* shape :
+           {" b2 h4/2 q50 kv200 d64 mask lse weights", " b1 h2 q150 kv300 d64 causal align=br lse",
+            " b1 h2 q70 kv140 d32 v48 bias lse", " b1 h2 q200 kv500 d64 window=60,20 align=br keymask",
+            " b1 h2 q70 kv140 d40 mask softcap=10 strides=lastdim", " b1 h8/2 q3 kv300 d64 mask lse weights",
+            " b1 h4/2 q2 kv3000 d64 causal align=br lse", " b1 h4/2 q3 kv200 d96 v32 bias",
+            " b2 h2 q5 kv70 d64 bshd mask", " b1 h2 q1 kv700 d64 keymask lse",
+            " b1 h3 q4 kv40 d32 strides=lastdim mask"}) {
+        const std::string line = dtype + std::string(shape);
+        const std::string where = line + " @" + table->isa;
+        INFO(where);
+        test_case c(parse_problem(line));
+        const plan plan = make_plan(c.p, *table, large_l2);
+        for (tensor* x : {&c.k, &c.v})  // of keys that no row sees
+          x->each([&](const index4& i) { x->set(i, std::isfinite(x->get(i)) ? x->get(i) : 0.5); });
+        // Of each head two keys that fewest rows attend, of one of them some do.
+        std::set<std::array<int64_t, 3>> changed;
+        const int64_t rows = c.p.group() * c.p.q_len;
+        const auto row_attends = [&](int64_t b, int64_t kv_head, int64_t row, int64_t key) {
+          return attends(c.p, c.t, b, kv_head * c.p.group() + row / c.p.q_len, row % c.p.q_len, key);
+        };
+        for (int64_t b = 0; b < c.p.batch; ++b) {
+          for (int64_t kv_head = 0; kv_head < c.p.kv_heads; ++kv_head) {
+            int64_t fewest[2] = {rows + 1, rows + 1}, which[2] = {0, 0};
+            for (int64_t key = 0; key < c.p.kv_len; ++key) {
+              int64_t n = 0;
+              for (int64_t row = 0; row < rows; ++row) n += row_attends(b, kv_head, row, key);
+              for (const int some : {0, 1})
+                if (n >= some && n < fewest[some]) fewest[some] = n, which[some] = key;
+            }
+            changed.insert({b, kv_head, which[0]});
+            if (fewest[1] < rows) changed.insert({b, kv_head, which[1]});
+          }
+        }
+        const auto attends_changed = [&](int64_t b, int64_t h, int64_t i) {
+          return std::any_of(changed.begin(), changed.end(), [&](const std::array<int64_t, 3>& x) {
+            return x[0] == b && x[1] == h / c.p.group() && attends(c.p, c.t, b, h, i, x[2]);
+          });
+        };
+        const auto bits = [&] {
+          c.clear_outputs();
+          run(c, plan);
+          std::vector<double> all;
+          for (const tensor* x : {&c.out, &c.lse, &c.weights}) {
+            if (x->base == nullptr) continue;
+            x->each([&](const index4& i) {
+              const bool last = c.p.q_len > 1 && i[2] == c.p.q_len - 1;
+              if (!last && !attends_changed(i[0], i[1], i[2])) all.push_back(x->get(i));
+            });
+          }
+          return all;
+        };
+        const std::vector<double> as_it_is = bits();
+        CHECK(!as_it_is.empty());
+        const double large = c.p.dtype == MH_DTYPE_F16 ? 6e4 : 0x1p100;
+        for (const double held : {std::nan(""), HUGE_VAL, large}) {
+          CAPTURE(held);
+          const auto fill = [&](tensor& x, int64_t dim) {
+            x.each([&](const index4& i) {
+              if (changed.contains({i[0], i[1], i[2]}) && i[3] % 5 == dim) x.set(i, i[2] % 2 ? held : -held);
+            });
+          };
+          fill(c.v, 1);
+          CHECK(same_bits(bits(), as_it_is));
+          fill(c.k, 3);
+          CHECK(same_bits(bits(), as_it_is));
+        }
+        // Nor what another row of Q is.
+        for (const double held : {std::nan(""), HUGE_VAL, large}) {
+          CAPTURE(held);
+          c.q.each([&](const index4& i) {
+            if (c.p.q_len > 1 && i[2] == c.p.q_len - 1 && i[3] == 5) c.q.set(i, held);
+          });
+          CHECK(same_bits(bits(), as_it_is));
+        }
+      }
     }
   }
 }

@@ -46,7 +46,7 @@ inline bool read_test_word(const std::string& word, problem_line& line) {
   }
   if (value_of("data", line.data))
     return known(line.data, {"normal", "heavy", "equal", "huge", "maxval", "denormal", "masked", "nanbias", "padded",
-                             "opposed", "large", "poison", "small", "spread", "tinyk", "tinyq"});
+                             "topval", "farsinks", "opposed", "large", "poison", "small", "spread", "tinyk", "tinyq"});
   if (value_of("strides", line.strides))
     return known(line.strides, {"packed", "transposed", "zero", "negative", "reversed", "lastdim", "qout", "odd"});
   if (!value_of("bcast", line.broadcast)) return false;

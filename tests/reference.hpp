@@ -2,6 +2,8 @@
 // purpose; when a kernel and this file disagree, this file is right. Takes any dtype, any strides, any option.
 #pragma once
 
+#include <algorithm>
+#include <cfloat>
 #include <cmath>
 #include <cstdint>
 #include <vector>
@@ -126,7 +128,13 @@ inline attention_result reference(const problem& p, const mh_tensors& t) {
       r.mean_weights[static_cast<size_t>((b * p.q_len + i) * p.kv_len + j)] += w / static_cast<double>(p.heads);
       r.column_sums[static_cast<size_t>((b * p.heads + h) * p.kv_len + j)] += w;
       const double* const v_row = v.data() + (first_key + j) * p.v_dim;
-      for (int64_t d = 0; d < p.v_dim; ++d) out[d] += w * v_row[d];
+      for (int64_t d = 0; d < p.v_dim; ++d) out[d] += w * (v_row[d] / 2);
+    }
+    // Averages of numbers are no larger than those, whatever rounding does. Halves, which only in f64 may lose a bit.
+    for (int64_t d = 0; d < p.v_dim; ++d) {
+      const bool finite = std::isfinite(out[d]);
+      out[d] *= 2;
+      if (finite) out[d] = std::min(std::max(out[d], -DBL_MAX), DBL_MAX);
     }
   }
   return r;

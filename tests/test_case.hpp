@@ -12,6 +12,8 @@
 //          equal     all keys and values equal
 //          huge      scores of +-1e6 and +-1e30, the largest well apart
 //          maxval    v near the largest number
+//          topval    v the largest number, and its negative
+//          farsinks  normal, and sinks far from all scores: -1e30, 1e20, the lowest float (f64: -1e307), 1e12, in turn
 //          denormal  v below the smallest normal number
 //          opposed   q tiny and k huge, so that scores are as usual (not f16)
 //          small     k denormal, around 2^-127, and q around 2^55: a scale of 2^69 makes scores of them (not f16)
@@ -30,6 +32,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cfloat>
 #include <cmath>
 #include <cstring>
 #include <new>
@@ -403,13 +406,21 @@ struct test_case {
       return std::exp2(-8.0 * static_cast<double>(i[1] + 1) / static_cast<double>(p.heads)) *
              static_cast<double>(i[0] + 1);
     });
-    fill(sinks, [&](const index4& i, double normal) { return empties && i[1] == 0 ? -HUGE_VAL : 2 * normal; });
+    fill(sinks, [&](const index4& i, double normal) {
+      const double far[] = {-1e30, 1e20, sinks.type == MH_DTYPE_F64 ? -1e307 : -static_cast<double>(FLT_MAX), 1e12};
+      if (line.data == "farsinks") return far[i[1] % 4];
+      return empties && i[1] == 0 ? -HUGE_VAL : 2 * normal;
+    });
   }
 
   void fill_qkv() {
     const std::string_view kind = line.data;
     const bool is_f16 = p.dtype == MH_DTYPE_F16, is_f64 = p.is_f64();
     const double largest = is_f16 ? 65504 : is_f64 ? 1.79e308 : 3.38e38;
+    const double top = is_f16                     ? 65504
+                       : is_f64                   ? DBL_MAX
+                       : p.dtype == MH_DTYPE_BF16 ? 3.3895313892515355e38
+                                                  : static_cast<double>(FLT_MAX);
     const double below_normal = is_f16 ? 1e-5 : is_f64 ? 1e-309 : 3e-39;
     const auto sign = [](int64_t d) { return d * 5 % 3 == 1 ? -1.0 : 1.0; };
     const auto heavy = [&](double normal) { return normal * std::exp(random_.normal()); };
@@ -443,6 +454,7 @@ struct test_case {
     fill(v, [&](const index4& i, double normal) {
       if (kind == "equal") return 0.1 * static_cast<double>(i[3] % 7 + 1);
       if (kind == "maxval") return (i[3] % 2 ? -largest : largest) * (0.5 + 0.5 * random_.uniform());
+      if (kind == "topval") return i[3] % 2 ? -top : top;
       return kind == "denormal" ? normal * below_normal : normal;
     });
   }

@@ -11,16 +11,18 @@
  *  - Dimensions: batch, heads (of q), kv_heads (of k and v; query head h reads kv head h / (heads / kv_heads)), q_len,
  *    kv_len, head_dim (of q and k), v_dim (of v and out). Any of them >= 1; batch, q_len and kv_len may be 0.
  *  - Strides count elements and may be anything that stays in the caller's memory: 0 (broadcast) and negative too, the
- * last dimension included; only outputs must not overlap themselves or an input.
+ * last dimension included; only outputs must not overlap an input or themselves: each stride of theirs must step over all that
+ *    smaller ones reach.
  *  - "real" below means float, and double when mh_problem.dtype is MH_DTYPE_F64.
  *  - Every function that returns mh_status validates first: on an error no output has been touched and
  *    mh_last_error() says which argument was wrong, what it was and what was expected.
  *  - Results have the same bits for any number of threads and whatever else is in the batch.
  *  - A row that may attend no key gives out 0, weights 0, lse -inf (lse = sink where there is a sink), and success.
- *    NaN or inf in a key or value that a row may not attend never reaches that row; in one that it attends it does. (Where
- *    a matrix unit multiplies, rows beside such a key may be computed without it, with other last bits.)
- *  - Exponentials are within 1 unit in the last place; where a matrix unit multiplies within 1e-7, in bf16 3e-6. What is
- *    below 2^-100 of the largest of its row (f64: 2^-996) is 0.
+ *    What a key or value holds, NaN and inf too, changes no bit of a row that may not attend it; NaN and inf in one that it
+ *    attends reach it, but a score that becomes -inf is a weight of 0.
+ *  - Exponentials, 2^x of a score less its row's largest times log2(e), are within 1 unit in the last place, and as x is rounded
+ *    within |x| / 2 more of e to the power of the score; where a matrix unit multiplies within 1e-7, in bf16 3e-6. What
+ *    is below 2^-100 of the largest of its row (f64: 2^-996) is 0.
  *  - All functions may be called from several threads at once. Nothing aborts, throws, or changes the caller's
  *    floating-point state. Nothing prints, but what the environment variables MH_VERBOSE and MH_PROFILE ask for.
  */
@@ -143,7 +145,8 @@ typedef enum mh_index_type { MH_INDEX_I32 = 0, MH_INDEX_I64 = 1 } mh_index_type;
 #define MH_FLAG_WINDOW 4u  /* window_left and window_right are used */
 /* Exponentials may be wrong by 2^-13 of themselves instead of one unit in the last place, and where a matrix unit multiplies
  * f16 weights are rounded to bf16, or to f16 if it has that: prompts in f16 are up to 1.3 times as fast, in f32 on AMX 1.2.
- * Decode steps, f64, and calls with outputs besides lse stay as exact as without. */
+ * Steps of up to 7 rows (query heads of a KV head times q_len), f64, and calls with outputs besides lse stay as exact as
+ * without. */
 #define MH_FLAG_FAST_EXP 8u
 
 /* Bits of mh_problem.inputs: which optional inputs mh_tensors carries. */

@@ -91,7 +91,8 @@ def attention(
         softcap: scores become softcap * tanh(score / softcap), before anything is added; 0 is off.
         fast_exp: exponentials may be wrong by 2**-13 of themselves, and where a matrix unit multiplies float16 weights
             are rounded to bfloat16, or to float16 if it has that; prompts in float16 are up to 1.3 times as fast.
-            Decode steps, float64 and calls with weights, column sums or scores stay as exact as without.
+            Steps of up to 7 rows (query heads of a key head times q_len), float64 and calls with weights, column sums
+            or scores stay as exact as without.
         attn_mask: broadcasts to (batch, heads, q_len, kv_len) by NumPy's rule. bool or uint8: True = may attend.
             A float array is added to the scores, -inf = may not attend.
         attn_bias: as a float `attn_mask`; for a call that has a boolean mask too. Any of the float types.

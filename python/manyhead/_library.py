@@ -96,6 +96,7 @@ _IN_PYTHON = {
     "MH_ALIGN_BOTTOM_RIGHT": "'bottom_right'",
     "MH_ALIGN_OFFSET with q_offset": "q_offset given",
     "inputs lacks MH_INPUT_ALIBI": "there are no alibi_slopes",
+    "lse_base is 1, but outputs lacks MH_OUTPUT_LSE": "lse_base is '2', but return_lse is False",
 }
 
 

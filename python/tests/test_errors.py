@@ -68,6 +68,7 @@ CASES = [
     ({"window_right": "2", "align": "top_left"}, TypeError, "window_right must be an integer, not str"),
     ({"alibi_mode": "square"}, ValueError, "alibi_mode is 'square'"),
     ({"alibi_mode": "signed"}, ValueError, "but there are no alibi_slopes"),
+    ({"lse_base": "2"}, ValueError, "but return_lse is False"),
     ({"lse_base": 2}, ValueError, "lse_base is 2, must be one of 'e', '2'"),
     ({"return_lse": "e"}, TypeError, "return_lse must be True or False"),
     ({"return_column_sums": None}, TypeError, "return_column_sums must be True or False"),

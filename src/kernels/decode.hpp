@@ -28,10 +28,10 @@ struct decode_task : step_weights<D> {
   using base::base;
   using base::c, base::copy_rows, base::direct, base::factors, base::first_tile, base::has_pairs, base::has_tiles,
       base::has_unit, base::heads, base::in_order, base::in_place, base::is_usual, base::k_dim, base::keys_at_once,
-      base::kv_head, base::many_registers, base::most_rows, base::most_rows_of_pairs, base::no_gaps, base::on_unit,
-      base::out, base::padded_rows, base::place_of, base::place_of_pair, base::places, base::q_row, base::q_rows,
-      base::row_max, base::row_sums, base::row_totals, base::rows, base::scores, base::started, base::task, base::unit,
-      base::v_back, base::v_dim, base::v_pairs, base::w, base::widens, base::width, base::zeros;
+      base::kv_head, base::leaves_out, base::many_registers, base::most_rows, base::most_rows_of_pairs, base::no_gaps,
+      base::on_unit, base::out, base::padded_rows, base::place_of, base::place_of_pair, base::places, base::q_row,
+      base::q_rows, base::row_max, base::row_sums, base::row_totals, base::rows, base::scores, base::started,
+      base::task, base::unit, base::v_back, base::v_dim, base::v_pairs, base::w, base::widens, base::width, base::zeros;
   using typename base::T;
 
   static constexpr bool may_ask_own = many_registers && !widens;
@@ -39,9 +39,11 @@ struct decode_task : step_weights<D> {
   static_assert(usual_v_turn % base::keys_at_once == 0);
 
   positions at;
-  bits<T>* words;                     // [heads][width / word_keys + 1][whole vectors of rows]
-  bool is_finite[most_rows_at_once];  // of a head: its results are
-  int64_t k_turn, v_turn;             // keys of a turn, where heads take turns
+  bits<T>* words;                         // [heads][width / word_keys + 1][whole vectors of rows]
+  bool is_finite[most_rows_at_once];      // of a head: its results are
+  uint32_t left_rows[most_rows_at_once];  // of a head: those that attend what was left out, a bit each
+  uint32_t wanted = ~0U;                  // rows of a head whose results count, the same
+  int64_t k_turn, v_turn;                 // keys of a turn, where heads take turns
 
   MH_INLINE void carve(carver& from, int64_t head_count, int64_t head_rows) {
     base::carve(from, head_count, head_rows);
@@ -210,11 +212,39 @@ struct decode_task : step_weights<D> {
   // What change_scores left of head h, and of all heads.
   MH_INLINE void keep_head(int64_t h, const key_tile& tile, const T* s) const {
     if (!keeps_scores(c)) return;
-    keep_rows<T>(c, task, {task.batch, kv_head + h, task.row_begin, rows, tile.begin, tile.end}, s, width);
+    for (int64_t r = 0; r < rows;) {
+      if ((wanted >> r & 1U) == 0) {
+        ++r;
+        continue;
+      }
+      const int64_t count = wanted == ~0U ? rows : 1;
+      keep_rows<T>(c, task, {task.batch, kv_head + h, task.row_begin + r, count, tile.begin, tile.end}, s + r * width,
+                   width);
+      r += count;
+    }
   }
   MH_INLINE void keep_heads(const key_tile& tile) const {
     if (!keeps_scores(c)) return;
     for (int64_t h = 0; h < heads; ++h) keep_head(h, tile, scores + h * padded_rows * width);
+  }
+
+  // Keys of a tile whose V is left out, up to word_keys of them from key `first` on, a bit each.
+  uint32_t left_out_keys(int64_t h, const key_tile& tile, int64_t first) const {
+    uint32_t which = 0;
+    const rows_at<D> v = in_place(c.v, c.v_strides, task.batch, kv_head + h, tile.begin + first);
+    for (int64_t k = 0; k < min_of(word_keys, tile.keys() - first); ++k)
+      which |= static_cast<uint32_t>(!all_finite<D>(v.from(k).base, c.v_strides[3], c.v_dim)) << k;
+    return which;
+  }
+  // Rows of head h that attend such a key: that mask and bias have not closed.
+  __attribute__((noinline)) void find_left_rows(int64_t h, const key_tile& tile, const T* s) {
+    for (int64_t first = 0; first < tile.keys(); first += word_keys) {
+      const uint32_t keys = left_out_keys(h, tile, first);
+      for (int64_t k = 0; keys >> k != 0 && k < word_keys; ++k) {
+        for (int64_t r = 0; (keys >> k & 1U) != 0 && r < rows; ++r)
+          left_rows[h] |= static_cast<uint32_t>(s[r * width + first + k] != -infinity<T>) << r;
+      }
+    }
   }
 
   __attribute__((noinline)) void change_scores_of(int64_t head, const key_tile& tile, T* s, int64_t padded) {
@@ -239,6 +269,12 @@ struct decode_task : step_weights<D> {
   MH_INLINE void add_head(int64_t h, const key_tile& tile, int64_t first, int64_t keys, int64_t end) {
     const rows_at<D> v = in_place(c.v, c.v_strides, task.batch, kv_head + h, tile.begin + first);
     const bool last = first + keys == tile.keys();
+    if constexpr (paired<E>) {
+      if (leaves_out) {
+        return this->template add_all<Careful, asks::nothing>(h, first, this->finite_pairs_of_v(v, keys), keys, last,
+                                                              soon{});
+      }
+    }
     asks way = Careful ? asks::nothing : way_of_asking();
     if (way != asks::own && tile.end >= end && task.next == nullptr) way = asks::nothing;
     if (c.copy_kv) {
@@ -310,7 +346,9 @@ struct decode_task : step_weights<D> {
       if (!t.all_visible) lap(clock, phase_mask);
       if (!any) return keep_heads(t);
       const int64_t keys = t.keys(), padded = round_up<paired<E> ? 2 * w : w>(keys);
-      const int64_t of_k = take_turns() ? k_turn : keys, of_v = take_turns() ? v_turn : keys;
+      const int64_t of_k = take_turns() ? k_turn : keys, of_v = paired<E> && leaves_out ? keys_at_once
+                                                                : take_turns()          ? v_turn
+                                                                                        : keys;
       for (int64_t first = 0; first < keys; first += of_k) {
         for (int64_t h = 0; h < heads; ++h) {
           if (see[h] != visibility::none) score_head<E>(h, t, first, min_of(of_k, keys - first));
@@ -322,6 +360,11 @@ struct decode_task : step_weights<D> {
           if (see[h] != visibility::none) change_scores(h, t, see[h], scores + h * padded_rows * width);
         }
         lap(clock, phase_mask);
+      }
+      if constexpr (paired<E>) {
+        for (int64_t h = 0; h < heads && leaves_out; ++h) {
+          if (see[h] != visibility::none) find_left_rows(h, t, scores + h * padded_rows * width);
+        }
       }
       keep_heads(t);
       if (keys < padded) this->close_slots(heads * padded_rows, keys, padded);
@@ -370,13 +413,14 @@ struct decode_task : step_weights<D> {
           const asker<For> ask_k{as_soon(k.from(unit_rows_ahead)), c.head_dim / lines_elements};
           const asker<For> ask_v{as_soon(v.from(unit_rows_ahead)), c.v_dim / lines_elements};
           unit.multiply_k(h, k.base, keys, ask_k);
-          unit.pack_v(v.base, keys, ask_v);
+          unit.pack_v(v.base, keys, leaves_out ? left_out_keys(h, t, 0) : 0, ask_v);
           lap(clock, phase_scores);
           unit.put_scores(keys, scores, width);
           if (see == visibility::some || has_score_passes(c)) {
             change_scores(h, t, see, scores);
             lap(clock, phase_mask);
           }
+          if (leaves_out) find_left_rows(h, t, scores);
           keep_head(h, t, scores);
           if (keys < width) this->close_slots(padded_rows, keys, width);
           this->template weigh_for_unit<most_rows>(h * padded_rows, padded_rows, scores, width, unit.weights, w);
@@ -427,9 +471,12 @@ struct decode_task : step_weights<D> {
     const int64_t dims = v_dim, back = v_back, pairs = on_unit ? v_dim : D::pairs_apart && !c.copy_kv ? v_pairs : 0;
     const bool partial = c.chunks > 1, in_vectors = back == dims - c.v_dim && (partial || c.out_strides[3] == 1);
     row_walk<char> to = rows_of_results<D>(c, task, kv_head + h, task.row_begin);
-    for (int64_t r = h * padded_rows; r < h * padded_rows + rows; ++r, to.step(c)) {
+    for (int64_t i = 0; i < rows; ++i, to.step(c)) {
+      if ((wanted >> i & 1U) == 0) continue;
+      const int64_t r = h * padded_rows + i;
       const vec<T> times(end_row(r, (kv_head + h) * c.group + to.of.member, to.of.query, undo));
-      const T* const values = out + r * dims;
+      T* const values = out + r * dims;
+      if (careful) limit_sums<T>(values, w, dims / w, times);
       void* const row = to.at;
       const auto value = [&](int64_t d) MH_INLINE_LAMBDA {
         const vec<T> x = vec<T>::load_aligned(values + d) * times;
@@ -461,57 +508,108 @@ struct decode_task : step_weights<D> {
     return finite.passed();
   }
 
-  // Whether the unit could do head h: as for a panel of the matrix route (matrix.hpp: run), results that are all tiny, and rows
-  // without a weight that see a key, may owe that to it.
-  MH_INLINE bool suits_unit(int64_t h) const {
-    if (!is_usual[h]) return false;
-    if (!started[h]) return true;
+  // Rows of head h that the unit could not do, a bit each: as on the matrix route (matrix.hpp), those without a weight that see a
+  // key, all where results are all tiny, and those that attend what was left out.
+  uint32_t rows_beyond_unit(int64_t h) const {
+    if (!is_usual[h] && !leaves_out) return ~0U;
+    uint32_t which = left_rows[h], empty = 0;
     const auto total = [&](int64_t i)
                            MH_INLINE_LAMBDA { return xsimd::reduce_add(load(row_totals + (h * padded_rows + i) * w)); };
-    bool some = false, empty = false;
-    for (int64_t i = 0; i < rows; ++i) {
+    bool some = !started[h];
+    for (int64_t i = 0; i < rows && started[h]; ++i) {
       const T sum = total(i);
-      empty = empty || sum == T(0);
-      if (!(sum >= T(0))) return false;  // NaN, of which rounding may have made 0
+      empty |= static_cast<uint32_t>(sum == T(0)) << i;
+      which |= static_cast<uint32_t>(!(sum >= T(0))) << i;  // NaN, of which rounding may have made 0
       for (int64_t d = 0; d < v_dim && !some; d += w) {
         some = xsimd::any(xsimd::abs(load(out + (h * padded_rows + i) * v_dim + d)) > vec<T>(T(0x1p-100)));
       }
     }
-    if (!some || !empty) return some;
+    if (!some) return ~0U;
+    if (empty == 0) return which;
     const tile_at all{task.batch, kv_head + h, task.row_begin, rows, first_key(at, task), end_of_keys()};
-    return !any_sees<T>(c, at, all, [&](int64_t i) { return total(i) == T(0); });
+    const auto some_see = [&](uint32_t of) {
+      return any_sees<T>(c, at, all, [&](int64_t i) { return (of >> i & 1U) != 0; });
+    };
+    if (!some_see(empty)) return which;
+    for (int64_t i = 0; i < rows; ++i) {
+      const uint32_t row = empty & 1U << i;
+      if (row != 0 && some_see(row)) which |= row;
+    }
+    return which;
+  }
+
+  uint32_t rows_not_finite(int64_t h) const {
+    uint32_t which = 0;
+    for (int64_t i = 0; i < rows && started[h]; ++i) {
+      finite_check<T> finite;
+      for (int64_t d = 0; d < v_dim; d += w) finite.see(load(out + (h * padded_rows + i) * v_dim + d));
+      which |= static_cast<uint32_t>(!finite.passed()) << i;
+    }
+    return which;
+  }
+
+  MH_INLINE void attend_with_unit() {
+    if constexpr (has_tiles) attend_on_unit();
+    if constexpr (has_pairs) attend_all<false, in_pairs>();
+  }
+
+  // All heads again on the unit, without the rows of Q that are not for it and those of V that are not finite: 0 times NaN is NaN,
+  // and what a key holds must not change a bit of rows that do not attend it (matrix.hpp).
+  __attribute__((noinline)) void attend_without_left_out() {
+    leaves_out = true;
+    if constexpr (has_tiles) {
+      for (int64_t h = 0; h < heads; ++h) unit.pack_rows(task, h, &left_rows[h]);
+    } else {
+      this->copy_pairs(left_rows);
+    }
+    attend_with_unit();
+    for (int64_t h = 0; h < heads; ++h) {
+      finish(h, false);
+      left_rows[h] = rows_beyond_unit(h) | rows_not_finite(h);
+      is_finite[h] = left_rows[h] == 0;
+    }
+    leaves_out = false;
   }
 
   void run() {
     start();
     lap(task.clock, phase_pack);
-    if constexpr (has_tiles) {
-      if (on_unit) attend_on_unit();
-    }
-    if constexpr (has_pairs) {
-      if (on_unit) attend_all<false, in_pairs>();
+    if constexpr (has_unit) {
+      if (on_unit) attend_with_unit();
     }
     if (!on_unit) attend_all<false, D>();
     bool all_finite = true;
     for (int64_t h = 0; h < heads; ++h) {
+      left_rows[h] = 0;
       if (!direct) is_finite[h] = finish(h, false);
-      if (on_unit) is_finite[h] = is_finite[h] && suits_unit(h);
+      if constexpr (has_unit) {
+        if (on_unit) is_finite[h] = is_finite[h] && rows_beyond_unit(h) == 0;
+      }
       all_finite = all_finite && is_finite[h];
     }
     lap(task.clock, phase_store);
     if (all_finite) return;
-    if (on_unit) {
-      on_unit = false;
-      padded_rows = rows;
-      copy_rows();
-      lap(task.clock, phase_pack);
+    const bool was_on_unit = on_unit;
+    if constexpr (has_unit) {
+      if (on_unit) {
+        attend_without_left_out();
+        on_unit = false;
+        padded_rows = rows;
+        copy_rows();
+        lap(task.clock, phase_pack);
+      }
     }
     // See tile_task::run. Alone: what its neighbours get must not depend on it.
     const int64_t count = heads;
     for (int64_t h = 0; h < count; ++h) {
       if (is_finite[h]) continue;
+      if (was_on_unit) wanted = left_rows[h];
       work_on(task.kv_head_begin + h, 1);
       q_row = q_rows + h * padded_rows;
+      if (was_on_unit) {  // care makes what is denormal less exact
+        attend_all<false, D>();
+        if (finish(0, false)) continue;
+      }
       attend_all<true, D>();
       finish(0, true);
       lap(task.clock, phase_store);

@@ -63,6 +63,7 @@ struct step_rows {
   // pieces of 64 bytes.
   static constexpr int most_rows = 4;
   static constexpr bool widens = sizeof(typename D::storage) < sizeof(T);
+  static constexpr int64_t keys_at_once = 32;  // rows of V that stay in L1: 16 KB of 128 floats
   static constexpr bool has_tiles = unit_takes_tiles<D>, has_pairs = unit_takes_pairs<D>,
                         has_unit = has_tiles || has_pairs;
 
@@ -84,6 +85,7 @@ struct step_rows {
   bool in_order;         // lines are asked for in the order of memory
   bool on_unit = false;  // products are the unit's
   bool is_usual[most_rows_at_once];  // of a head: its rows are for the unit
+  bool leaves_out = false;           // zeros stand for rows of V that are not finite
   alignas(64) bits<T> k_kept[w];     // of the last vector of K: all bits of a lane, or none
 
   MH_INLINE step_rows(const kernel_call& call, const kernel_task& t) : c(call), task(t) {}
@@ -92,7 +94,7 @@ struct step_rows {
     measure_rows(has_pairs && c.unit_steps);
     q = from.take<T>(head_count * head_rows * k_dim);
     k_copy = from.take<T>(c.copy_kv ? c.block_kv * k_dim : 0);
-    v_copy = from.take<T>(c.copy_kv ? c.block_kv * v_dim : 0);
+    v_copy = from.take<T>(c.copy_kv ? c.block_kv * v_dim : has_pairs && c.unit_steps ? keys_at_once * v_dim / 2 : 0);
   }
 
   MH_INLINE void measure_rows(bool by_pairs) {
@@ -153,27 +155,33 @@ struct step_rows {
 
   // Rows of Q for products of pairs, in the blocks that score_all takes: as many pairs of each row as a vector has for it, and
   // those of the block's next row behind them. Zeros where the last vector has dims of the one before.
+  // left: zeros for rows that are not for the unit too, and a bit there for each.
   static constexpr int most_rows_of_pairs = min_of(8, static_cast<int>(w));
-  MH_INLINE void copy_pairs() {
+  MH_INLINE void copy_pairs(uint32_t* left_rows = nullptr) {
     auto* to = reinterpret_cast<uint32_t*>(q);
     for (int64_t h = 0; h < heads; ++h) {
       pair_magnitudes seen;
       row_walk<const typename D::storage> row = rows_of_q<D>(c, task.batch, kv_head + h, task.row_begin);
-      copy_blocks<most_rows_of_pairs>(row, 0, to, seen);
+      copy_blocks<most_rows_of_pairs>(row, 0, to, seen, left_rows != nullptr ? left_rows + h : nullptr);
       is_usual[h] = seen.all_usual();
     }
   }
   template <int R>
-  MH_INLINE void copy_blocks(row_walk<const typename D::storage>& row, int64_t r, uint32_t*& to,
-                             pair_magnitudes& seen) {
+  MH_INLINE void copy_blocks(row_walk<const typename D::storage>& row, int64_t r, uint32_t*& to, pair_magnitudes& seen,
+                             uint32_t* left) {
     constexpr int64_t piece = w / R;
     for (; r + R <= padded_rows; r += R, to += R * k_dim / 2) {
       for (int64_t n = 0; n < R; ++n, row.step(c)) {
         uint32_t* at_row = to + n * piece;
+        bool is_left = false;
+        if (left != nullptr && r + n < rows && !is_usual_row(row.at, c.q_strides[3], c.head_dim)) {
+          *left |= 1U << (r + n);
+          is_left = true;
+        }
         for (int64_t d = 0; d < k_dim; d += 2 * w) {
           alignas(64) uint32_t pairs[w];
           const int64_t at_dim = place_of_pair(d, k_dim, k_back);
-          const word_vec x = words_of_row(r + n < rows ? row.at : nullptr, c.q_strides[3], at_dim);
+          const word_vec x = words_of_row(r + n < rows && !is_left ? row.at : nullptr, c.q_strides[3], at_dim);
           seen.take(x);
           x.store_aligned(pairs);
           if (at_dim != d) memset(pairs, 0, static_cast<size_t>(k_back) * sizeof(uint16_t));
@@ -182,7 +190,7 @@ struct step_rows {
         }
       }
     }
-    if constexpr (R > 1) copy_blocks<R / 2>(row, r, to, seen);
+    if constexpr (R > 1) copy_blocks<R / 2>(row, r, to, seen, left);
   }
 
   // Rows of Q for multiply-adds. Where the call may go by pairs, sizes were of these.
@@ -239,13 +247,23 @@ struct step_rows {
       return rows_at<plain<D>>{v_copy, v_dim};
     }
   }
+  // Up to keys_at_once of them, with zeros for those that are not finite.
+  MH_INLINE rows_at<in_pairs> finite_pairs_of_v(rows_at<D> from, int64_t keys) {
+    const rows_at<in_pairs> copy = copied_pairs(from, keys, c.v_strides[3], v_dim, v_back, v_copy);
+    for (int64_t k = 0; k < keys; ++k) {
+      if (all_finite<D>(from.from(k).base, c.v_strides[3], c.v_dim)) continue;
+      memset(reinterpret_cast<uint16_t*>(v_copy) + k * v_dim, 0, static_cast<size_t>(v_dim) * sizeof(uint16_t));
+    }
+    return copy;
+  }
   MH_INLINE rows_at<in_pairs> copied_pairs(rows_at<D> from, int64_t keys, int64_t stride, int64_t dims, int64_t back,
                                            T* to) {
     auto* const copy = reinterpret_cast<uint16_t*>(to);
     for (int64_t k = 0; k < keys; ++k) {
       for (int64_t d = 0; d < dims; d += 2 * w) {
-        const word_vec x = words_of_row(from.from(k).base, stride, place_of_pair(d, dims, back));
-        memcpy(copy + k * dims + d, &x, sizeof(x));
+        const int64_t at_dim = place_of_pair(d, dims, back);
+        const word_vec x = words_of_row(from.from(k).base, stride, at_dim);
+        memcpy(copy + k * dims + (c.copy_kv ? d : at_dim), &x, sizeof(x));
       }
     }
     return {copy, dims};

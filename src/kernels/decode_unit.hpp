@@ -246,8 +246,8 @@ struct step_operands {
   }
 
   // Q^T of head h of the task. False: its numbers are not for the unit (matrix_operands.hpp: is_usual). f16 always is: none is
-  // that large, and denormal ones are multiplied.
-  __attribute__((noinline)) bool pack_rows(const kernel_task& task, int64_t h) const {
+  // that large, and denormal ones are multiplied. left_rows: zeros for such rows, and a bit there for each.
+  __attribute__((noinline)) bool pack_rows(const kernel_task& task, int64_t h, uint32_t* left_rows = nullptr) const {
     constexpr bool looks = std::is_same_v<D, bf16>;
     pair_magnitudes seen;
     row_walk<const uint16_t> r = rows_of_q<D>(c, task.batch, task.kv_head_begin + h, task.row_begin);
@@ -255,7 +255,12 @@ struct step_operands {
     uint32_t* to = q + h * of.count * dim_steps * words;
     for (int64_t b = 0; b < of.count; ++b) {
       const uint16_t* from[w] = {};
-      for (int64_t l = 0; l < of.size && left > 0; ++l, --left, r.step(c)) from[l] = r.at;
+      for (int64_t l = 0; l < of.size && left > 0; ++l, --left, r.step(c)) {
+        from[l] = r.at;
+        if (!looks || left_rows == nullptr || is_usual_row(r.at, c.q_strides[3], c.head_dim)) continue;
+        *left_rows |= 1U << (b * of.size + l);
+        from[l] = nullptr;
+      }
       for (int64_t s = 0; s < dim_steps; ++s) {
         word_vec x[w];
 #pragma GCC unroll 16
@@ -326,11 +331,12 @@ struct step_operands {
     }
   }
 
-  // Pairs of up to 32 keys, whose rows of V begin at v. Meanwhile ask(i) for each of 16 rows.
+  // Pairs of up to 32 keys, whose rows of V begin at v, with zeros for those left out, a bit each. Meanwhile ask(i) for each of 16
+  // rows.
   template <class Ask>
-  __attribute__((noinline)) void pack_v(const uint16_t* v, int64_t keys, Ask ask) const {
+  __attribute__((noinline)) void pack_v(const uint16_t* v, int64_t keys, uint32_t left_out, Ask ask) const {
     const int64_t row = c.v_strides[2], dims = c.v_dim;
-    const bool whole = keys == step && c.v_strides[3] == 1;
+    const bool whole = keys == step && c.v_strides[3] == 1 && left_out == 0;
     for (int64_t i = 0; i < w; ++i) {
       const uint16_t* one = v + 2 * i * row;
       const uint16_t* other = one + row;
@@ -346,8 +352,8 @@ struct step_operands {
         for (int64_t d = 0; d < dims; d += step) put(words_of_row(one, 1, d), words_of_row(other, 1, d));
         ask(i);
       } else {
-        if (2 * i >= keys) one = nullptr;
-        if (2 * i + 1 >= keys) other = nullptr;
+        if (2 * i >= keys || (left_out >> (2 * i) & 1U) != 0) one = nullptr;
+        if (2 * i + 1 >= keys || (left_out >> (2 * i + 1) & 1U) != 0) other = nullptr;
         for (int64_t d = 0; d < dims; d += step) {
           put(words_of_row(one, c.v_strides[3], d), words_of_row(other, c.v_strides[3], d));
         }

@@ -10,12 +10,11 @@ template <class D>
 struct step_values : step_scores<D> {
   using base = step_scores<D>;
   using base::base;
-  using base::c, base::in_order, base::many_registers, base::most_rows, base::most_rows_of_pairs, base::padded_rows,
-      base::place_of, base::place_of_pair, base::rows, base::scores, base::v_back, base::v_dim, base::v_pairs, base::w,
-      base::widens, base::width;
+  using base::c, base::has_pairs, base::keys_at_once, base::in_order, base::many_registers, base::most_rows,
+      base::most_rows_of_pairs, base::padded_rows, base::place_of, base::place_of_pair, base::rows, base::scores,
+      base::v_back, base::v_dim, base::v_pairs, base::w, base::widens, base::width;
   using typename base::T;
 
-  static constexpr int64_t keys_at_once = 32;  // rows of V that stay in L1: 16 KB of 128 floats
   // Register budget: R rows x pairs of vectors of accumulators, R weights, a pair: of 32 registers 16 + 4 + 2, of 16 8 + 4 + 2,
   // with a single vector, too, for two rows 18 + 2 + 2 and 10 + 2 + 2. One row: as many as hide the latency of a sum. Eight by pairs
   // 16 + 8 + 2: two rows of V are joined once for all.
@@ -23,7 +22,7 @@ struct step_values : step_scores<D> {
   static constexpr int pairs_of = max_of(1, min_of(4, (many_registers ? 8 : 4) / R));
 
   T* out;                           // [heads * padded_rows][v_dim]
-  T* unfinished;                    // the same: where heads take turns, a tile's sums so far
+  T* unfinished;                    // the same: where heads take turns, or rows are left out, a tile's sums so far
   bool started[most_rows_at_once];  // of a head: out holds something
   // Whether results go from the registers to their place, as all keys are in one tile; where to, and times what.
   bool direct;
@@ -34,7 +33,7 @@ struct step_values : step_scores<D> {
   MH_INLINE void carve(carver& from, int64_t head_count, int64_t head_rows) {
     base::carve(from, head_count, head_rows);
     out = from.take<T>(head_count * head_rows * v_dim);
-    unfinished = from.take<T>(c.k_turn > 0 ? head_count * head_rows * v_dim : 0);
+    unfinished = from.take<T>(c.k_turn > 0 || (has_pairs && c.unit_steps) ? head_count * head_rows * v_dim : 0);
   }
 
   // What of a tile's sums some keys are: whether keys before them are in them, whether these are the last, and then whether they

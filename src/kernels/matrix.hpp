@@ -8,9 +8,11 @@
 // that most of the panel is weighed in them, as what is left over finds the unit idle. With it go lines to be asked
 // for: of masks and biases, the next rows of Q, the next tile's K and V, and the results.
 //
-// What the unit cannot do is left to the tile route, panel by panel: whatever comes out not finite, rows without a weight that
-// see a key, whose scores may all have overflowed before they were scaled (or a bias closes all keys), panels of tiny results,
-// and Q and K of huge numbers. So NaN in K costs its panels twice the time, even where a bias closes those keys.
+// What the unit cannot do is left to the tile route: whatever comes out not finite, rows without a weight that see a key, whose
+// scores may all have overflowed before they were scaled (or a bias closes all keys), panels of tiny results, and Q and K of huge
+// numbers. But 0 times NaN is NaN, so one value makes all of its panels come out so, even rows that do not attend it, and what a
+// later token holds, or padding, must not change a bit of theirs. Such panels are attended again on the unit, without those
+// keys and rows of Q, and to the tile route go the rows that attend such a key. So NaN costs its panels three times the time.
 #pragma once
 
 #include "attention_tile.hpp"
@@ -55,10 +57,12 @@ struct matrix_task {
   const int64_t weight_part;  // words of a part of a job's weights
   int64_t panels = 0;
   panel<T> p[most_panels];
-  uint32_t left = 0;        // panels that are left to the tile route, a bit each
-  tile_scratch<T> scratch;  // scores: [2][job_keys][width]
-  uint32_t* weights;        // [2][weight_parts] of weight_part
-  job jobs[3];              // under way; one after the other, they share two buffers of scores and of weights
+  uint32_t active = ~0U;                 // panels that are attended, a bit each
+  uint32_t left = 0;                     // those that are not for the unit as they are
+  uint32_t left_rows[most_panels] = {};  // rows that attend what was left out, a bit each
+  tile_scratch<T> scratch;               // scores: [2][job_keys][width]
+  uint32_t* weights;                     // [2][weight_parts] of weight_part
+  job jobs[3];  // under way; one after the other, they share two buffers of scores and of weights
   row_terms<T> row_changes;
   lines_ahead soon, ahead;
   int64_t more_lines = 0;  // of `ahead` asked for in a turn, beside turn_lines
@@ -323,9 +327,19 @@ struct matrix_task {
     change_scores<T, NV, false>(c, row_changes, t, j.see, scratch.words + first / word_keys * width, s,
                                 scratch.tile_max, c.q_scale);
     if (keeps_scores(c)) keep_panel<T>(c, task, t, j.see, s, width);
+    if (operands.leaves_out) find_left_rows(j, first, t.keys(), s);
     for (int64_t i = t.keys() * width; i < unit_rows * width; i += w) vec<T>(-infinity<T>).store_aligned(s + i);
     // If not this, only maxima.
     lap(task.clock, has_score_passes(c) || j.see == visibility::some ? phase_mask : phase_softmax);
+  }
+
+  // Rows that attend a key of the block from `first` on that was left out: that mask and bias have not closed.
+  __attribute__((noinline)) void find_left_rows(const job& j, int64_t first, int64_t keys, const T* s) {
+    for (int64_t key = 0; key < keys; ++key) {
+      if ((operands.left_out_keys[(j.first + first) / word_keys] >> key & 1U) == 0) continue;
+      for (int64_t l = 0; l < j.x->count; ++l)
+        left_rows[j.x - p] |= static_cast<uint32_t>(s[key * width + l] != -infinity<T>) << l;
+    }
   }
 
   // After all of its scores are there.
@@ -369,6 +383,7 @@ struct matrix_task {
     };
     const auto attend = [&](int64_t i, int64_t b, int64_t e) MH_INLINE_LAMBDA {
       panel<T>& x = p[i];
+      if ((active >> i & 1U) == 0) return;
       const int64_t from = max_of(b, x.clip().begin);
       const int64_t first = round_down<unit_step>(from - begin);  // in whole steps
       const tile_at t{task.batch, operands.kv_head, x.row, x.count, begin + first, min_of(e, x.clip().end)};
@@ -381,6 +396,7 @@ struct matrix_task {
       left |= static_cast<uint32_t>(!usual) << i;
       if (!x.packed) {
         left |= static_cast<uint32_t>(!operands.pack_rows(x)) << i;
+        left_rows[i] |= operands.left_out_rows;
         x.packed = true;
         lap(task.clock, phase_pack);
       }
@@ -429,6 +445,7 @@ struct matrix_task {
     int64_t begin = c.kv_len;
     int64_t end = 0;
     for (int64_t i = 0; i < panels; ++i) {
+      if ((active >> i & 1U) == 0) continue;
       clear_panel(p[i]);
       begin = min_of(begin, p[i].clip().begin);
       end = max_of(end, p[i].clip().end);
@@ -460,13 +477,14 @@ struct matrix_task {
     return !x.started;
   }
 
-  // Whether all rows have weights, but for those that see no key, as rows of padding do. Else it may owe that to the unit: scores
-  // that ran over, and NaN, of which rounding may have made 0.
-  bool rows_are_good(const panel<T>& x) const {
+  // Whether those of `rows` have weights, but for those that see no key, as rows of padding do. Else it may owe that to the unit:
+  // scores that ran over, and NaN, of which rounding may have made 0.
+  bool rows_are_good(const panel<T>& x, uint32_t rows) const {
     bool empty = false;
+    const auto is_empty = [&](int64_t l) MH_INLINE_LAMBDA { return (rows >> l & 1U) != 0 && x.row_total[l] == 0; };
     for (int64_t l = 0; l < x.count; ++l) {
-      if (!(x.row_total[l] >= 0)) return false;
-      empty = empty || x.row_total[l] == 0;
+      if ((rows >> l & 1U) != 0 && !(x.row_total[l] >= 0)) return false;
+      empty = empty || is_empty(l);
     }
     if (!empty) return true;
     tile_at all{task.batch, operands.kv_head, x.row, x.count, x.clip().begin, x.clip().end};
@@ -474,7 +492,47 @@ struct matrix_task {
       all.begin = max_of(all.begin, task.chunk * c.chunk_keys);
       all.end = min_of(all.end, (task.chunk + 1) * c.chunk_keys);
     }
-    return !any_sees<T>(c, at, all, [&](int64_t l) { return x.row_total[l] == 0; });
+    return !any_sees<T>(c, at, all, is_empty);
+  }
+
+  // Rows of a panel whose results are not the unit's.
+  uint32_t rows_of_tile_route(const panel<T>& x) const {
+    uint32_t rows = is_normal(x) ? left_rows[&x - p] : ~0U;
+    for (int64_t l = 0; l < x.count && x.started; ++l) {
+      T zeros = 0;
+      for (int64_t d = 0; d < c.v_dim; ++d) zeros += T(0) * x.out[d * width + l];
+      if (zeros != T(0) || !rows_are_good(x, 1U << l)) rows |= 1U << l;
+    }
+    return rows;
+  }
+
+  // Panels that did not come out well.
+  __attribute__((noinline)) void attend_again(uint32_t which) {
+    active = which;
+    operands.leaves_out = true;
+    for (int64_t i = 0; i < panels; ++i) p[i].packed = false;
+    {
+      [[maybe_unused]] const flush_denormals as_the_unit_does;
+      attend_all();
+    }
+    uint32_t rows[most_panels];
+    for (int64_t i = 0; i < panels; ++i) {
+      if ((which >> i & 1U) == 0) continue;
+      finish_panel<D>(c, task, operands.kv_head, p[i], false);
+      rows[i] = rows_of_tile_route(p[i]);
+    }
+    lap(task.clock, phase_store);
+    // Its scratch is this one's.
+    for (int64_t i = 0; i < panels; ++i) {
+      for (int64_t l = 0; (which >> i & 1U) != 0 && l < width; ++l) {
+        if ((rows[i] >> l & 1U) == 0) continue;
+        kernel_task some = task;
+        some.row_begin = task.row_begin + i * width + l;
+        while (l < width && (rows[i] >> l & 1U) != 0) ++l;
+        some.row_end = min_of(task.row_begin + i * width + l, task.row_end);
+        if (some.row_begin < some.row_end) c.tile(&c, &some);
+      }
+    }
   }
 
   void run() {
@@ -485,17 +543,11 @@ struct matrix_task {
     uint32_t again = left;
     for (int64_t i = 0; i < panels; ++i) {
       const bool good = finish_panel<D>(c, task, operands.kv_head, p[i], false) && is_normal(p[i]) &&
-                        (!p[i].started || rows_are_good(p[i]));
+                        (!p[i].started || rows_are_good(p[i], ~0U));
       again |= static_cast<uint32_t>(!good) << i;
     }
     lap(task.clock, phase_store);
-    for (int64_t i = 0; i < panels; ++i) {
-      if ((again >> i & 1U) == 0) continue;
-      kernel_task rows = task;
-      rows.row_begin = task.row_begin + i * width;
-      rows.row_end = min_of(rows.row_begin + width, task.row_end);
-      c.tile(&c, &rows);
-    }
+    if (again != 0) attend_again(again);
   }
 };
 

@@ -30,6 +30,11 @@ struct matrix_operands {
   unit_a keys;  // those, or K where it is
   uint16_t* v;  // [parts][key_steps], blocks of v_rows rows, or of 16 pairs of keys (unit_takes_columns)
 
+  // The second time (matrix.hpp: attend_again) zeros stand for rows of Q, K and V that the unit cannot take, and their bits here.
+  bool leaves_out = false;
+  uint32_t left_out_rows = 0;                               // of the panel's Q
+  uint32_t left_out_keys[most_tile_keys / word_keys] = {};  // of the tile's K or V
+
   matrix_operands(const kernel_call& call, const kernel_task& t)
       : c(call),
         task(t),
@@ -80,6 +85,32 @@ struct matrix_operands {
     }
   }
 
+  // A row of K or V, for key `key` of the tile: as it is, or none, for which zeros stand.
+  MH_INLINE const storage* unless_left_out(const storage* row, int64_t key) const {
+    return leaves_out && (left_out_keys[key / word_keys] >> key % word_keys & 1) != 0 ? nullptr : row;
+  }
+  // K of bf16 and f16 the unit takes as long as it is finite, and V always.
+  static constexpr int k_exponent = pair_vectors<D> == 2 ? 80 : 128;
+  void find_left_out_keys(int64_t begin, int64_t end) {
+    const auto* k_row = static_cast<const storage*>(c.k) + task.batch * c.k_strides[0] + kv_head * c.k_strides[1];
+    const auto* v_row = static_cast<const storage*>(c.v) + task.batch * c.v_strides[0] + kv_head * c.v_strides[1];
+    memset(left_out_keys, 0, sizeof(left_out_keys));
+    for (int64_t key = begin; key < end; ++key) {
+      const bool good = all_below<D>(k_exponent, k_row + key * c.k_strides[2], c.k_strides[3], c.head_dim) &&
+                        all_finite<D>(v_row + key * c.v_strides[2], c.v_strides[3], c.v_dim);
+      left_out_keys[(key - begin) / word_keys] |= static_cast<uint32_t>(!good) << (key - begin) % word_keys;
+    }
+  }
+  MH_INLINE bool row_is_usual(const storage* row) const {
+    rows_seen seen;
+    for (int64_t d = 0; d < c.head_dim; d += piece) {
+      raw x;
+      pairs_of_row(row, c.q_strides[3], d, c.head_dim, x);
+      take(seen, x);
+    }
+    return is_usual(seen) && all_finite<D>(row, c.q_strides[3], c.head_dim);
+  }
+
   // The pairs of a row from dim d on.
   static MH_INLINE void pairs_of_row(const storage* row, int64_t stride, int64_t d, int64_t dim, raw& x) {
     if (row != nullptr && stride == 1 && d + piece <= dim) return load_pairs<D>(row + d, x);
@@ -109,18 +140,24 @@ struct matrix_operands {
   }
 
   // Q^T of a panel: B of the scores. False: not for the unit.
-  __attribute__((noinline)) bool pack_rows(const panel<T>& x) const {
+  __attribute__((noinline)) bool pack_rows(const panel<T>& x) {
     rows_seen seen;
+    left_out_rows = 0;
     row_walk<const storage> r = rows_of_q<D>(c, task.batch, kv_head, x.row);
     auto* to = reinterpret_cast<uint32_t*>(x.q);
     for (int64_t l0 = 0; l0 < width; l0 += w) {
       const storage* from[w] = {};
       const int64_t count = max_of(0, min_of(w, x.count - l0));
-      for (int64_t l = 0; l < count; ++l, r.step(c)) from[l] = r.at;
-      if (c.group == 1 && count > 0) ask(from[0] + w * c.q_strides[2], c.q_strides, w, c.head_dim);
+      for (int64_t l = 0; l < count; ++l, r.step(c)) {
+        from[l] = r.at;
+        if (!leaves_out || row_is_usual(r.at)) continue;
+        left_out_rows |= 1U << (l0 + l);
+        from[l] = nullptr;
+      }
+      if (c.group == 1 && count > 0 && !leaves_out) ask(from[0] + w * c.q_strides[2], c.q_strides, w, c.head_dim);
       for (int64_t d = 0; d < dim_steps * unit_step; d += piece) {
         raw lines[w];
-        if (count == w && c.q_strides[3] == 1 && d + piece <= c.head_dim) {
+        if (count == w && c.q_strides[3] == 1 && d + piece <= c.head_dim && left_out_rows == 0) {
 #pragma GCC unroll 16
           for (int64_t l = 0; l < w; ++l) load_pairs<D>(from[l] + d, lines[l]);
         } else {
@@ -155,15 +192,16 @@ struct matrix_operands {
     const auto* from = static_cast<const storage*>(c.k) + task.batch * c.k_strides[0] + kv_head * c.k_strides[1];
     const int64_t step_size = c.block_kv * unit_step;
     if constexpr (sizeof(storage) == sizeof(uint16_t)) {
-      if (takes_in_place(begin, end, panels)) {
+      if (takes_in_place(begin, end, panels) && !leaves_out) {
         keys = {from + begin * c.k_strides[2], 0, unit_step, c.k_strides[2]};
         return true;
       }
     }
     keys = unit_takes_columns ? unit_a{k, dim_steps * step_size, unit_step, dim_steps * unit_step}
                               : unit_a{k, dim_steps * step_size, step_size, unit_step};
+    if (leaves_out) find_left_out_keys(begin, end);
     for (int64_t key = 0; key < round_up<unit_step>(end - begin); ++key) {
-      const storage* row = begin + key < end ? from + (begin + key) * c.k_strides[2] : nullptr;
+      const storage* row = begin + key < end ? unless_left_out(from + (begin + key) * c.k_strides[2], key) : nullptr;
       if (row != nullptr) ask(row + 16 * c.k_strides[2], c.k_strides, 1, c.head_dim);
       for (int64_t step = 0; step < dim_steps; ++step) {
         for (int64_t d = 0; d < unit_step; d += piece) {
@@ -202,7 +240,8 @@ struct matrix_operands {
       for (int64_t d = 0; d < round_up<(unit_takes_columns ? w : unit_rows)>(c.v_dim); d += w) {
         raw lines[w];
         const storage* row = from + (begin + first) * c.v_strides[2] + d;
-        const bool whole = c.v_strides[3] == 1 && d + w <= c.v_dim, all = whole && begin + first + piece <= end;
+        const bool whole = c.v_strides[3] == 1 && d + w <= c.v_dim;
+        const bool all = whole && begin + first + piece <= end && !leaves_out;
         if (all) {
 #pragma GCC unroll 16
           for (int64_t l = 0; l < w; ++l, row += 2 * c.v_strides[2]) load_pairs<D>(row, row + c.v_strides[2], lines[l]);
@@ -211,8 +250,10 @@ struct matrix_operands {
         }
         for (int64_t l = all ? w : 0; l < w; ++l) {
           const int64_t key = begin + first + 2 * l;
-          const storage* even = key < end ? from + key * c.v_strides[2] : nullptr;
-          const storage* odd = key + 1 < end ? even + c.v_strides[2] : nullptr;
+          const auto row_of_key = [&](int64_t at_key) MH_INLINE_LAMBDA {
+            return at_key < end ? unless_left_out(from + at_key * c.v_strides[2], at_key - begin) : nullptr;
+          };
+          const storage *even = row_of_key(key), *odd = row_of_key(key + 1);
           if (whole) {  // the last keys: 16 rows of bf16 and up to 577 keys 1.04 to 1.09 times as fast as by way of the buffer
             load_pairs<D>(even != nullptr ? even + d : no_key, odd != nullptr ? odd + d : no_key, lines[l]);
             continue;

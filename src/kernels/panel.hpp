@@ -422,6 +422,19 @@ MH_INLINE double careful_shift(int64_t keys) {
   return bits_needed;
 }
 
+// After weighing with care: results are averages, so that what is beyond the largest number only because it is rounded is not.
+template <class T>
+__attribute__((noinline)) void limit_sums(T* sums, int64_t stride, int64_t n, vec<T> factors) {
+  constexpr T largest = sizeof(T) == 8 ? static_cast<T>(__DBL_MAX__) : static_cast<T>(__FLT_MAX__);
+  constexpr T below_1 = 1 - 2 * (sizeof(T) == 8 ? static_cast<T>(__DBL_EPSILON__) : static_cast<T>(__FLT_EPSILON__));
+  const vec<T> most = vec<T>(largest) / xsimd::abs(factors) * vec<T>(below_1);
+  for (int64_t i = 0; i < n; ++i, sums += stride) {
+    const vec<T> x = vec<T>::load_aligned(sums);
+    const vec<T> limited = xsimd::max(xsimd::min(x, most), -most);
+    xsimd::select(xsimd::abs(x) > vec<T>(largest), x, limited).store_aligned(sums);
+  }
+}
+
 // Whether more is to be made of a row's maximum and sum than the factor of its result.
 MH_INLINE bool ends_count(const kernel_call& c) { return c.sinks != nullptr || c.lse != nullptr || c.chunks > 1; }
 
@@ -486,6 +499,7 @@ __attribute__((noinline)) bool finish_panel(const kernel_call& c, const kernel_t
     void* place[w];
     const int64_t count = min_of(w, x.count - l0);
     const vec<T> factors = end_rows<D>(c, task, kv_head, x, l0, undo, r, place);
+    if (careful) limit_sums<T>(x.out + l0, x.width(), c.v_dim, factors);
     int64_t d0 = 0;
     if constexpr (pairs) {
       // Made narrow before they are transposed, two values are one word: half as much to transpose.

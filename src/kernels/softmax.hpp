@@ -130,14 +130,19 @@ MH_INLINE double multiply_add(double a, double b, double c) {
 template <class T>
 MH_INLINE row_end finish_row(T top, T sum, double exp_scale, double sink) {
   const bool has_keys = sum > 0 || sum != sum;
-  const double sink2 = sink * 1.4426950408889634074;
   double high = static_cast<double>(top);
   double total = has_keys ? static_cast<double>(sum) : 0;
-  double share = 1;                 // what the weights so far count relative to high
-  if (sink2 != -__builtin_inf()) {  // NaN too, which shows
-    if (!has_keys || sink2 > high * exp_scale) high = static_cast<double>(static_cast<T>(sink2 / exp_scale));
-    share = has_keys ? ::exp2((static_cast<double>(top) - high) * exp_scale) : 0;
-    total = multiply_add(total, share, ::exp2(multiply_add(-high, exp_scale, sink2)));
+  double share = 1;                // what the weights so far count relative to high
+  if (sink != -__builtin_inf()) {  // NaN too, which shows
+    // What is higher has a weight of exactly 1, so that no rounding of a large sink counts.
+    const double score = sink / (exp_scale * 0.69314718055994530942);
+    if (has_keys && score <= high) {
+      total += ::exp2((score - high) * exp_scale);
+    } else {
+      share = has_keys ? ::exp2((high - score) * exp_scale) : 0;
+      total = multiply_add(total, share, 1 + (sink - sink));  // NaN for an infinite one
+      high = score;
+    }
   }
   if (total == 0) return {0, 0, 0};
   return {has_keys ? share / total : 0, high, total};

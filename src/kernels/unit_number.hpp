@@ -193,6 +193,31 @@ class pair_magnitudes {
   word_vec unusual_ = word_vec(0U);
 };
 
+// Whether none of a row's numbers is beyond 2^exponent in magnitude; with 128 whether all are finite.
+template <class D>
+__attribute__((noinline)) bool all_below(int exponent, const typename D::storage* row, int64_t stride, int64_t dim) {
+  const uint32_t end = static_cast<uint32_t>(127 + exponent) << 23;
+  bool good = true;
+  for (int64_t d = 0; d < dim; ++d) {
+    const float x = D::widen(row[d * stride]);
+    uint32_t magnitude;
+    memcpy(&magnitude, &x, sizeof(x));
+    good = good && (magnitude & 0x7fffffffU) < end;
+  }
+  return good;
+}
+template <class D>
+MH_INLINE bool all_finite(const typename D::storage* row, int64_t stride, int64_t dim) {
+  return all_below<D>(128, row, stride, dim);
+}
+
+// The same as pair_magnitudes, of a row whose elements may lie apart.
+MH_INLINE bool is_usual_row(const uint16_t* row, int64_t stride, int64_t dim) {
+  pair_magnitudes seen;
+  for (int64_t d = 0; d < dim; ++d) seen.take(word_vec(row[d * stride]));
+  return seen.all_usual();
+}
+
 // A vector of pairs as it comes from memory: words of two 16-bit numbers, or the pairs' first numbers and their second.
 template <class D>
 inline constexpr int pair_vectors = sizeof(typename D::storage) / 2;
