@@ -557,6 +557,7 @@ struct decode_task : step_weights<D> {
   // and what a key holds must not change a bit of rows that do not attend it (matrix.hpp).
   __attribute__((noinline)) void attend_without_left_out() {
     leaves_out = true;
+    for (int64_t h = 0; h < heads; ++h) left_rows[h] = 0;
     if constexpr (has_tiles) {
       for (int64_t h = 0; h < heads; ++h) unit.pack_rows(task, h, &left_rows[h]);
     } else {
@@ -578,13 +579,17 @@ struct decode_task : step_weights<D> {
       if (on_unit) attend_with_unit();
     }
     if (!on_unit) attend_all<false, D>();
-    bool all_finite = true;
+    bool all_finite = true, all_for_unit = true;
     for (int64_t h = 0; h < heads; ++h) {
       left_rows[h] = 0;
       if (!direct) is_finite[h] = finish(h, false);
       if constexpr (has_unit) {
-        if (on_unit) is_finite[h] = is_finite[h] && rows_beyond_unit(h) == 0;
+        if (on_unit) {
+          all_for_unit = all_for_unit && is_finite[h] && is_usual[h];
+          left_rows[h] = rows_beyond_unit(h);
+        }
       }
+      is_finite[h] = is_finite[h] && left_rows[h] == 0;
       all_finite = all_finite && is_finite[h];
     }
     lap(task.clock, phase_store);
@@ -592,7 +597,7 @@ struct decode_task : step_weights<D> {
     const bool was_on_unit = on_unit;
     if constexpr (has_unit) {
       if (on_unit) {
-        attend_without_left_out();
+        if (!all_for_unit) attend_without_left_out();
         on_unit = false;
         padded_rows = rows;
         copy_rows();

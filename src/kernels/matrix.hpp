@@ -11,8 +11,9 @@
 // What the unit cannot do is left to the tile route: whatever comes out not finite, rows without a weight that see a key, whose
 // scores may all have overflowed before they were scaled (or a bias closes all keys), panels of tiny results, and Q and K of huge
 // numbers. But 0 times NaN is NaN, so one value makes all of its panels come out so, even rows that do not attend it, and what a
-// later token holds, or padding, must not change a bit of theirs. Such panels are attended again on the unit, without those
-// keys and rows of Q, and to the tile route go the rows that attend such a key. So NaN costs its panels three times the time.
+// later token holds, or padding, must not change a bit of theirs. Such panels are attended again on the unit, with zeros for
+// those keys and rows of Q, and to the tile route go the rows that attend such a key. So NaN costs its panels three times the
+// time.
 #pragma once
 
 #include "attention_tile.hpp"
@@ -480,6 +481,7 @@ struct matrix_task {
   // Whether those of `rows` have weights, but for those that see no key, as rows of padding do. Else it may owe that to the unit:
   // scores that ran over, and NaN, of which rounding may have made 0.
   bool rows_are_good(const panel<T>& x, uint32_t rows) const {
+    if (!x.started) return true;
     bool empty = false;
     const auto is_empty = [&](int64_t l) MH_INLINE_LAMBDA { return (rows >> l & 1U) != 0 && x.row_total[l] == 0; };
     for (int64_t l = 0; l < x.count; ++l) {
@@ -495,36 +497,47 @@ struct matrix_task {
     return !any_sees<T>(c, at, all, is_empty);
   }
 
-  // Rows of a panel whose results are not the unit's.
-  uint32_t rows_of_tile_route(const panel<T>& x) const {
-    uint32_t rows = is_normal(x) ? left_rows[&x - p] : ~0U;
+  // Rows of a panel that are left to the tile route, a bit each.
+  uint32_t rows_beyond_unit(const panel<T>& x) const {
+    if (!is_normal(x)) return ~0U;
+    uint32_t rows = left_rows[&x - p];
+    if (rows == 0 && rows_are_good(x, ~0U)) return 0;
+    for (int64_t l = 0; l < x.count; ++l) rows |= static_cast<uint32_t>(!rows_are_good(x, 1U << l)) << l;
+    return rows;
+  }
+  uint32_t rows_not_finite(const panel<T>& x) const {
+    uint32_t rows = 0;
     for (int64_t l = 0; l < x.count && x.started; ++l) {
       T zeros = 0;
       for (int64_t d = 0; d < c.v_dim; ++d) zeros += T(0) * x.out[d * width + l];
-      if (zeros != T(0) || !rows_are_good(x, 1U << l)) rows |= 1U << l;
+      rows |= static_cast<uint32_t>(zeros != T(0)) << l;
     }
     return rows;
   }
 
-  // Panels that did not come out well.
-  __attribute__((noinline)) void attend_again(uint32_t which) {
+  void attend_as_the_unit_does() {
+    [[maybe_unused]] const flush_denormals as_the_unit_does;
+    attend_all();
+  }
+
+  // Panels, a bit each, without what the unit cannot take. rows[panel]: those of them that are left to the tile route.
+  __attribute__((noinline)) void attend_again(uint32_t which, uint32_t* rows) {
     active = which;
     operands.leaves_out = true;
     for (int64_t i = 0; i < panels; ++i) p[i].packed = false;
-    {
-      [[maybe_unused]] const flush_denormals as_the_unit_does;
-      attend_all();
-    }
-    uint32_t rows[most_panels];
+    attend_as_the_unit_does();
     for (int64_t i = 0; i < panels; ++i) {
       if ((which >> i & 1U) == 0) continue;
       finish_panel<D>(c, task, operands.kv_head, p[i], false);
-      rows[i] = rows_of_tile_route(p[i]);
+      rows[i] = rows_beyond_unit(p[i]) | rows_not_finite(p[i]);
     }
     lap(task.clock, phase_store);
-    // Its scratch is this one's.
+  }
+
+  // Whose scratch is this one's.
+  __attribute__((noinline)) void leave_to_tile_route(const uint32_t* rows) const {
     for (int64_t i = 0; i < panels; ++i) {
-      for (int64_t l = 0; (which >> i & 1U) != 0 && l < width; ++l) {
+      for (int64_t l = 0; l < width; ++l) {
         if ((rows[i] >> l & 1U) == 0) continue;
         kernel_task some = task;
         some.row_begin = task.row_begin + i * width + l;
@@ -536,18 +549,17 @@ struct matrix_task {
   }
 
   void run() {
-    {
-      [[maybe_unused]] const flush_denormals as_the_unit_does;
-      attend_all();
-    }
-    uint32_t again = left;
+    attend_as_the_unit_does();
+    uint32_t again = left, any_row = 0, rows[most_panels];
     for (int64_t i = 0; i < panels; ++i) {
-      const bool good = finish_panel<D>(c, task, operands.kv_head, p[i], false) && is_normal(p[i]) &&
-                        (!p[i].started || rows_are_good(p[i], ~0U));
-      again |= static_cast<uint32_t>(!good) << i;
+      const bool finite = finish_panel<D>(c, task, operands.kv_head, p[i], false);
+      again |= static_cast<uint32_t>(!finite) << i;
+      any_row |= rows[i] = rows_beyond_unit(p[i]);
     }
     lap(task.clock, phase_store);
-    if (again != 0) attend_again(again);
+    if ((again | any_row) == 0) return;
+    if (again != 0) attend_again(again, rows);
+    leave_to_tile_route(rows);
   }
 };
 
