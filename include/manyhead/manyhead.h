@@ -11,18 +11,18 @@
  *  - Dimensions: batch, heads (of q), kv_heads (of k and v; query head h reads kv head h / (heads / kv_heads)), q_len,
  *    kv_len, head_dim (of q and k), v_dim (of v and out). Any of them >= 1; batch, q_len and kv_len may be 0.
  *  - Strides count elements and may be anything that stays in the caller's memory: 0 (broadcast) and negative too, the
- * last dimension included; only outputs must not overlap an input or themselves: each stride of theirs must step over all that
- *    smaller ones reach.
+ *    last dimension included; only outputs must not overlap an input or themselves: each stride of theirs must step over
+ *    all that smaller ones reach.
  *  - "real" below means float, and double when mh_problem.dtype is MH_DTYPE_F64.
  *  - Every function that returns mh_status validates first: on an error no output has been touched and
  *    mh_last_error() says which argument was wrong, what it was and what was expected.
  *  - Results have the same bits for any number of threads and whatever else is in the batch.
  *  - A row that may attend no key gives out 0, weights 0, lse -inf (lse = sink where there is a sink), and success.
- *    What a key or value holds, NaN and inf too, changes no bit of a row that may not attend it; NaN and inf in one that it
- *    attends reach it, but a score that becomes -inf is a weight of 0.
- *  - Exponentials, 2^x of a score less its row's largest times log2(e), are within 1 unit in the last place, and as x is rounded
- *    within |x| / 2 more of e to the power of the score; where a matrix unit multiplies within 1e-7, in bf16 3e-6. What
- *    is below 2^-100 of the largest of its row (f64: 2^-996) is 0.
+ *    What a key or value holds, NaN and inf too, changes no bit of a row that may not attend it (but, of results below 2^-70
+ *    beside NaN, the last ones); NaN and inf in one that it attends reach it, but a score that becomes -inf is a weight of 0.
+ *  - A weight is 2^x, with x = log2(e) times the score less the largest of its row. 2^x is within 1 unit in the last place, and
+ *    rounding x, which grows with it, adds up to |x| / 2 units. Where a matrix unit multiplies 2^x is within 1e-7, in bf16
+ *    3e-6. What is below 2^-100 of the largest of its row (f64: 2^-996) is 0.
  *  - All functions may be called from several threads at once. Nothing aborts, throws, or changes the caller's
  *    floating-point state. Nothing prints, but what the environment variables MH_VERBOSE and MH_PROFILE ask for.
  */

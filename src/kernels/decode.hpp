@@ -240,7 +240,7 @@ struct decode_task : step_weights<D> {
   __attribute__((noinline)) void find_left_rows(int64_t h, const key_tile& tile, const T* s) {
     for (int64_t first = 0; first < tile.keys(); first += word_keys) {
       const uint32_t keys = left_out_keys(h, tile, first);
-      for (int64_t k = 0; keys >> k != 0 && k < word_keys; ++k) {
+      for (int64_t k = 0; keys != 0 && k < word_keys; ++k) {
         for (int64_t r = 0; (keys >> k & 1U) != 0 && r < rows; ++r)
           left_rows[h] |= static_cast<uint32_t>(s[r * width + first + k] != -infinity<T>) << r;
       }
@@ -509,22 +509,22 @@ struct decode_task : step_weights<D> {
   }
 
   // Rows of head h that the unit could not do, a bit each: as on the matrix route (matrix.hpp), those without a weight that see a
-  // key, all where results are all tiny, and those that attend what was left out.
+  // key, those whose results are all tiny, and those that attend what was left out.
   uint32_t rows_beyond_unit(int64_t h) const {
     if (!is_usual[h] && !leaves_out) return ~0U;
     uint32_t which = left_rows[h], empty = 0;
     const auto total = [&](int64_t i)
                            MH_INLINE_LAMBDA { return xsimd::reduce_add(load(row_totals + (h * padded_rows + i) * w)); };
-    bool some = !started[h];
     for (int64_t i = 0; i < rows && started[h]; ++i) {
       const T sum = total(i);
+      bool some = sum == T(0);
       empty |= static_cast<uint32_t>(sum == T(0)) << i;
       which |= static_cast<uint32_t>(!(sum >= T(0))) << i;  // NaN, of which rounding may have made 0
       for (int64_t d = 0; d < v_dim && !some; d += w) {
         some = xsimd::any(xsimd::abs(load(out + (h * padded_rows + i) * v_dim + d)) > vec<T>(T(0x1p-100)));
       }
+      which |= static_cast<uint32_t>(!some) << i;
     }
-    if (!some) return ~0U;
     if (empty == 0) return which;
     const tile_at all{task.batch, kv_head + h, task.row_begin, rows, first_key(at, task), end_of_keys()};
     const auto some_see = [&](uint32_t of) {
@@ -613,7 +613,9 @@ struct decode_task : step_weights<D> {
       q_row = q_rows + h * padded_rows;
       if (was_on_unit) {  // care makes what is denormal less exact
         attend_all<false, D>();
-        if (finish(0, false)) continue;
+        const bool finite = finish(0, false);
+        lap(task.clock, phase_store);
+        if (finite) continue;
       }
       attend_all<true, D>();
       finish(0, true);

@@ -9,7 +9,7 @@
 // for: of masks and biases, the next rows of Q, the next tile's K and V, and the results.
 //
 // What the unit cannot do is left to the tile route: whatever comes out not finite, rows without a weight that see a key, whose
-// scores may all have overflowed before they were scaled (or a bias closes all keys), panels of tiny results, and Q and K of huge
+// scores may all have overflowed before they were scaled (or a bias closes all keys), tiny results, and Q and K of huge
 // numbers. But 0 times NaN is NaN, so one value makes all of its panels come out so, even rows that do not attend it, and what a
 // later token holds, or padding, must not change a bit of theirs. Such panels are attended again on the unit, with zeros for
 // those keys and rows of Q, and to the tile route go the rows that attend such a key. So NaN costs its panels three times the
@@ -325,13 +325,23 @@ struct matrix_task {
     t.begin = min_of(j.t.begin + first, j.t.end);
     t.end = min_of(t.begin + unit_rows, j.t.end);
     T* const s = j.scores + first * width;
-    change_scores<T, NV, false>(c, row_changes, t, j.see, scratch.words + first / word_keys * width, s,
-                                scratch.tile_max, c.q_scale);
+    if (__builtin_expect(operands.leaves_out, 0)) {
+      change_closing(j, t, first, s);
+    } else {
+      change_scores<T, NV, false>(c, row_changes, t, j.see, scratch.words + first / word_keys * width, s,
+                                  scratch.tile_max, c.q_scale);
+    }
     if (keeps_scores(c)) keep_panel<T>(c, task, t, j.see, s, width);
     if (operands.leaves_out) find_left_rows(j, first, t.keys(), s);
     for (int64_t i = t.keys() * width; i < unit_rows * width; i += w) vec<T>(-infinity<T>).store_aligned(s + i);
     // If not this, only maxima.
     lap(task.clock, has_score_passes(c) || j.see == visibility::some ? phase_mask : phase_softmax);
+  }
+
+  // With biases that close what is NaN: left-out keys are.
+  __attribute__((noinline)) void change_closing(const job& j, const tile_at& t, int64_t first, T* s) {
+    change_scores<T, NV, true>(c, row_changes, t, j.see, scratch.words + first / word_keys * width, s, scratch.tile_max,
+                               c.q_scale);
   }
 
   // Rows that attend a key of the block from `first` on that was left out: that mask and bias have not closed.
@@ -470,12 +480,20 @@ struct matrix_task {
     }
   }
 
-  // The unit takes denormal numbers for 0, so results that are all tiny may owe that to it.
-  bool is_normal(const panel<T>& x) const {
-    for (int64_t i = 0; i < c.v_dim * width && x.started; i += w) {
-      if (xsimd::any(xsimd::abs(vec<T>::load_aligned(x.out + i)) > vec<T>(T(0x1p-100)))) return true;
+  // The unit takes denormal numbers for 0, so a row's results that are all tiny may owe that to it.
+  uint32_t tiny_rows(const panel<T>& x) const {
+    uint32_t rows = 0;
+    for (int64_t l0 = 0; l0 < width && x.started; l0 += w) {
+      alignas(64) T largest[w];
+      vec<T> top(T(0));
+      const vec<T> tiny(T(0x1p-100));
+      for (int64_t d = 0; d < c.v_dim && !xsimd::all(top > tiny); ++d)
+        top = xsimd::max(top, xsimd::abs(vec<T>::load_aligned(x.out + d * width + l0)));
+      top.store_aligned(largest);
+      for (int64_t l = 0; l < w && !xsimd::all(top > tiny); ++l)
+        rows |= static_cast<uint32_t>(largest[l] <= T(0x1p-100) && x.row_total[l0 + l] != 0) << (l0 + l);
     }
-    return !x.started;
+    return rows;
   }
 
   // Whether those of `rows` have weights, but for those that see no key, as rows of padding do. Else it may owe that to the unit:
@@ -499,8 +517,7 @@ struct matrix_task {
 
   // Rows of a panel that are left to the tile route, a bit each.
   uint32_t rows_beyond_unit(const panel<T>& x) const {
-    if (!is_normal(x)) return ~0U;
-    uint32_t rows = left_rows[&x - p];
+    uint32_t rows = left_rows[&x - p] | tiny_rows(x);
     if (rows == 0 && rows_are_good(x, ~0U)) return 0;
     for (int64_t l = 0; l < x.count; ++l) rows |= static_cast<uint32_t>(!rows_are_good(x, 1U << l)) << l;
     return rows;

@@ -89,15 +89,18 @@ struct matrix_operands {
   MH_INLINE const storage* unless_left_out(const storage* row, int64_t key) const {
     return leaves_out && (left_out_keys[key / word_keys] >> key % word_keys & 1) != 0 ? nullptr : row;
   }
-  // K of bf16 and f16 the unit takes as long as it is finite, and V always.
-  static constexpr int k_exponent = pair_vectors<D> == 2 ? 80 : 128;
+  // Of bf16 and f16 K is taken as it is: NaN and inf stay in a key's scores, which masks and biases close.
+  static constexpr bool k_is_left_out = pair_vectors<D> == 2;
   void find_left_out_keys(int64_t begin, int64_t end) {
     const auto* k_row = static_cast<const storage*>(c.k) + task.batch * c.k_strides[0] + kv_head * c.k_strides[1];
     const auto* v_row = static_cast<const storage*>(c.v) + task.batch * c.v_strides[0] + kv_head * c.v_strides[1];
     memset(left_out_keys, 0, sizeof(left_out_keys));
     for (int64_t key = begin; key < end; ++key) {
-      const bool good = all_below<D>(k_exponent, k_row + key * c.k_strides[2], c.k_strides[3], c.head_dim) &&
-                        all_finite<D>(v_row + key * c.v_strides[2], c.v_strides[3], c.v_dim);
+      bool good = all_finite<D>(v_row + key * c.v_strides[2], c.v_strides[3], c.v_dim);
+      if constexpr (k_is_left_out) {
+        constexpr uint32_t most = (127U + 80U) << 23;  // is_usual
+        good = good && all_up_to<D>(most, k_row + key * c.k_strides[2], c.k_strides[3], c.head_dim);
+      }
       left_out_keys[(key - begin) / word_keys] |= static_cast<uint32_t>(!good) << (key - begin) % word_keys;
     }
   }
@@ -191,17 +194,18 @@ struct matrix_operands {
     magnitudes seen;
     const auto* from = static_cast<const storage*>(c.k) + task.batch * c.k_strides[0] + kv_head * c.k_strides[1];
     const int64_t step_size = c.block_kv * unit_step;
+    if (leaves_out) find_left_out_keys(begin, end);
     if constexpr (sizeof(storage) == sizeof(uint16_t)) {
-      if (takes_in_place(begin, end, panels) && !leaves_out) {
+      if (takes_in_place(begin, end, panels)) {
         keys = {from + begin * c.k_strides[2], 0, unit_step, c.k_strides[2]};
         return true;
       }
     }
     keys = unit_takes_columns ? unit_a{k, dim_steps * step_size, unit_step, dim_steps * unit_step}
                               : unit_a{k, dim_steps * step_size, step_size, unit_step};
-    if (leaves_out) find_left_out_keys(begin, end);
     for (int64_t key = 0; key < round_up<unit_step>(end - begin); ++key) {
-      const storage* row = begin + key < end ? unless_left_out(from + (begin + key) * c.k_strides[2], key) : nullptr;
+      const storage* row = begin + key < end ? from + (begin + key) * c.k_strides[2] : nullptr;
+      if (k_is_left_out && row != nullptr) row = unless_left_out(row, key);
       if (row != nullptr) ask(row + 16 * c.k_strides[2], c.k_strides, 1, c.head_dim);
       for (int64_t step = 0; step < dim_steps; ++step) {
         for (int64_t d = 0; d < unit_step; d += piece) {

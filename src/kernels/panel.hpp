@@ -430,8 +430,10 @@ __attribute__((noinline)) void limit_sums(T* sums, int64_t stride, int64_t n, ve
   const vec<T> most = vec<T>(largest) / xsimd::abs(factors) * vec<T>(below_1);
   for (int64_t i = 0; i < n; ++i, sums += stride) {
     const vec<T> x = vec<T>::load_aligned(sums);
-    const vec<T> limited = xsimd::max(xsimd::min(x, most), -most);
-    xsimd::select(xsimd::abs(x) > vec<T>(largest), x, limited).store_aligned(sums);
+    // Neither NaN nor infinite themselves.
+    const auto over = (xsimd::abs(x * factors) > vec<T>(largest)) & (xsimd::abs(x) <= vec<T>(largest));
+    const vec<T> limited = xsimd::select(x > vec<T>(T(0)), most, -most);
+    xsimd::select(over, limited, x).store_aligned(sums);
   }
 }
 

@@ -193,22 +193,21 @@ class pair_magnitudes {
   word_vec unusual_ = word_vec(0U);
 };
 
-// Whether none of a row's numbers is beyond 2^exponent in magnitude; with 128 whether all are finite.
+// Whether all of a row's numbers have magnitudes up to that of the float with the bits `most`.
 template <class D>
-__attribute__((noinline)) bool all_below(int exponent, const typename D::storage* row, int64_t stride, int64_t dim) {
-  const uint32_t end = static_cast<uint32_t>(127 + exponent) << 23;
+__attribute__((noinline)) bool all_up_to(uint32_t most, const typename D::storage* row, int64_t stride, int64_t dim) {
   bool good = true;
   for (int64_t d = 0; d < dim; ++d) {
     const float x = D::widen(row[d * stride]);
     uint32_t magnitude;
     memcpy(&magnitude, &x, sizeof(x));
-    good = good && (magnitude & 0x7fffffffU) < end;
+    good = good && (magnitude & 0x7fffffffU) <= most;
   }
   return good;
 }
 template <class D>
 MH_INLINE bool all_finite(const typename D::storage* row, int64_t stride, int64_t dim) {
-  return all_below<D>(128, row, stride, dim);
+  return all_up_to<D>(0x7f7fffffU, row, stride, dim);
 }
 
 // The same as pair_magnitudes, of a row whose elements may lie apart.
