@@ -588,6 +588,49 @@ TEST_CASE("what keys hold changes no bit of rows that do not attend them") {
   }
 }
 
+// Those that are tiny may be done again without the unit, those near the largest number with care.
+TEST_CASE("tiny and large results have the bits that they have beside other rows") {
+  for (const kernel_table* table : chosen.tables) {
+    for (const char* dtype : dtype_names) {
+      for (const char* shape : {" b1 h2 q70 kv140 d64 mask", " b1 h2 q5 kv140 d64 mask", " b1 h1 q192 kv256 d64 mask",
+                                " b1 h4/2 q1 kv70 d40 mask"}) {
+        const std::string line = dtype + std::string(shape);
+        const std::string where = line + " @" + table->isa;
+        INFO(where);
+        test_case c(parse_problem(line));
+        const double largest = c.p.dtype == MH_DTYPE_F16    ? 65504
+                               : c.p.dtype == MH_DTYPE_F64  ? DBL_MAX
+                               : c.p.dtype == MH_DTYPE_BF16 ? 3.3895313892515355e38
+                                                            : static_cast<double>(FLT_MAX);
+        c.k.each([&](const index4& i) { c.k.set(i, std::isfinite(c.k.get(i)) ? c.k.get(i) : 0.5); });
+        // A row of one key, whose values are its results.
+        c.mask.each([&](const index4& i) {
+          if (i[1] == 0 && i[2] == 0) c.mask.set(i, i[3] == 0);
+        });
+        random_numbers random(1);
+        const auto attends_last = [&](int64_t h, int64_t i) { return attends(c.p, c.t, 0, h, i, c.p.kv_len - 1); };
+        const auto bits = [&](double value, bool varies, double last) {
+          random = random_numbers(1);
+          c.v.each([&](const index4& i) {
+            const double each = value * (varies ? random.normal() : i[3] % 2 ? -1 : 1);
+            c.v.set(i, i[2] == c.p.kv_len - 1 ? last : each);
+          });
+          c.clear_outputs();
+          run(c, *table);
+          std::vector<double> all;
+          c.out.each([&](const index4& i) {
+            if (!attends_last(i[1], i[2])) all.push_back(c.out.get(i));
+          });
+          return all;
+        };
+        CHECK(same_bits(bits(0x1p-110, true, 0), bits(0x1p-110, true, 1)));
+        CHECK(same_bits(bits(largest, false, 1), bits(largest, false, std::nan(""))));
+        CHECK(same_bits(bits(largest, false, 1), bits(largest, false, HUGE_VAL)));
+      }
+    }
+  }
+}
+
 TEST_CASE("problems") {
   int lines = 0;
   for (const problem_line& line : read_problems(MH_PROBLEMS_FILE)) {
