@@ -598,10 +598,7 @@ TEST_CASE("tiny and large results have the bits that they have beside other rows
         const std::string where = line + " @" + table->isa;
         INFO(where);
         test_case c(parse_problem(line));
-        const double largest = c.p.dtype == MH_DTYPE_F16    ? 65504
-                               : c.p.dtype == MH_DTYPE_F64  ? DBL_MAX
-                               : c.p.dtype == MH_DTYPE_BF16 ? 3.3895313892515355e38
-                                                            : static_cast<double>(FLT_MAX);
+        const double largest = largest_of(c.p.dtype);
         c.k.each([&](const index4& i) { c.k.set(i, std::isfinite(c.k.get(i)) ? c.k.get(i) : 0.5); });
         // A row of one key, whose values are its results.
         c.mask.each([&](const index4& i) {

@@ -19,6 +19,20 @@ inline double f16_value(uint16_t bits) {
   return sign * (exponent ? std::ldexp(1024 + fraction, exponent - 25) : std::ldexp(fraction, -24));
 }
 
+// The largest finite number of a type.
+inline double largest_of(int32_t dtype) {
+  switch (dtype) {
+    case MH_DTYPE_F64:
+      return 1.7976931348623157e308;
+    case MH_DTYPE_F16:
+      return 65504;
+    case MH_DTYPE_BF16:
+      return 3.3895313892515355e38;
+    default:
+      return 3.4028234663852886e38;
+  }
+}
+
 inline double bf16_value(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
 
 // Nearest 16-bit float, ties to even: `fraction_bits` of them stored, 2^smallest the smallest denormal.

@@ -32,7 +32,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cfloat>
 #include <cmath>
 #include <cstring>
 #include <new>
@@ -380,12 +379,8 @@ struct test_case {
       const double yes[] = {1, 2, 255};
       return random_.below(10) < 3 ? 0 : yes[random_.below(3)];
     });
-    const double lowest_finite = bias.type == MH_DTYPE_F64    ? -1.7976931348623157e308
-                                 : bias.type == MH_DTYPE_F32  ? -3.4028234663852886e38
-                                 : bias.type == MH_DTYPE_BF16 ? -3.3895313892515355e38
-                                                              : -65504.0;
     fill(bias, [&](const index4& i, double normal) -> double {
-      if (line.data == "padded") return i[2] % 4 == 3 || i[3] < bias.dims[3] / 2 ? lowest_finite : normal;
+      if (line.data == "padded") return i[2] % 4 == 3 || i[3] < bias.dims[3] / 2 ? -largest_of(bias.type) : normal;
       if (empties && i[2] % 3 == 1) return -HUGE_VAL;
       if (empties && i[2] % 4 == 2) return lowest;
       return random_.below(10) == 0 ? -HUGE_VAL : 2 * normal;
@@ -407,7 +402,7 @@ struct test_case {
              static_cast<double>(i[0] + 1);
     });
     fill(sinks, [&](const index4& i, double normal) {
-      const double far[] = {-1e30, 1e20, sinks.type == MH_DTYPE_F64 ? -1e307 : -static_cast<double>(FLT_MAX), 1e12};
+      const double far[] = {-1e30, 1e20, sinks.type == MH_DTYPE_F64 ? -1e307 : -largest_of(MH_DTYPE_F32), 1e12};
       if (line.data == "farsinks") return far[i[1] % 4];
       return empties && i[1] == 0 ? -HUGE_VAL : 2 * normal;
     });
@@ -417,10 +412,6 @@ struct test_case {
     const std::string_view kind = line.data;
     const bool is_f16 = p.dtype == MH_DTYPE_F16, is_f64 = p.is_f64();
     const double largest = is_f16 ? 65504 : is_f64 ? 1.79e308 : 3.38e38;
-    const double top = is_f16                     ? 65504
-                       : is_f64                   ? DBL_MAX
-                       : p.dtype == MH_DTYPE_BF16 ? 3.3895313892515355e38
-                                                  : static_cast<double>(FLT_MAX);
     const double below_normal = is_f16 ? 1e-5 : is_f64 ? 1e-309 : 3e-39;
     const auto sign = [](int64_t d) { return d * 5 % 3 == 1 ? -1.0 : 1.0; };
     const auto heavy = [&](double normal) { return normal * std::exp(random_.normal()); };
@@ -454,7 +445,7 @@ struct test_case {
     fill(v, [&](const index4& i, double normal) {
       if (kind == "equal") return 0.1 * static_cast<double>(i[3] % 7 + 1);
       if (kind == "maxval") return (i[3] % 2 ? -largest : largest) * (0.5 + 0.5 * random_.uniform());
-      if (kind == "topval") return i[3] % 2 ? -top : top;
+      if (kind == "topval") return i[3] % 2 ? -largest_of(p.dtype) : largest_of(p.dtype);
       return kind == "denormal" ? normal * below_normal : normal;
     });
   }
