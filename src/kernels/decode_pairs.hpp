@@ -11,7 +11,7 @@
 // and 16 rows took 1.2 times as long.
 //
 // decode_scores.hpp and decode_values.hpp have the loops, where E = in_pairs takes this way. Weights are rounded, and what the unit
-// cannot do is left to multiply-adds, head by head, as with a unit of tiles (decode_unit.hpp). BFDOT of AArch64 could do the same.
+// cannot do is left to multiply-adds, row by row, as with a unit of tiles (decode_unit.hpp). BFDOT of AArch64 could do the same.
 #pragma once
 
 #include "matrix_unit.hpp"

@@ -9,7 +9,7 @@
 // even and odd dims apart, in which order results stay until they are written (dtype.hpp: pairs_apart). K is not copied: reading
 // it in place is 1.2 to 1.4 times as fast.
 // Weights are rounded, of f16 to two parts (unit_number.hpp), as on the matrix route (matrix.hpp), whose limits hold too: what the
-// unit cannot do is left to multiply-adds, head by head.
+// unit cannot do is left to multiply-adds, row by row.
 //
 // Tile registers: 0, 1 scores of 16 keys each, 2 and 3 K, or pairs of V, 4 Q, 5 weights, 6 and 7 results.
 #pragma once

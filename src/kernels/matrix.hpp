@@ -338,7 +338,7 @@ struct matrix_task {
     lap(task.clock, has_score_passes(c) || j.see == visibility::some ? phase_mask : phase_softmax);
   }
 
-  // With biases that close what is NaN: left-out keys are.
+  // With biases that close scores that are NaN, too.
   __attribute__((noinline)) void change_closing(const job& j, const tile_at& t, int64_t first, T* s) {
     change_scores<T, NV, true>(c, row_changes, t, j.see, scratch.words + first / word_keys * width, s, scratch.tile_max,
                                c.q_scale);
