@@ -18,8 +18,8 @@
  *    mh_last_error() says which argument was wrong, what it was and what was expected.
  *  - Results have the same bits for any number of threads and whatever else is in the batch.
  *  - A row that may attend no key gives out 0, weights 0, lse -inf (lse = sink where there is a sink), and success.
- *    What a key or value holds, NaN and inf too, changes no bit of a row that may not attend it (but, of results below 2^-70
- *    beside NaN, the last ones); NaN and inf in one that it attends reach it, but a score that becomes -inf is a weight of 0.
+ *    What a key or value holds, NaN and inf too, changes no bit of a row that may not attend it; NaN and inf in one that it
+ *    attends reach it, but a score that becomes -inf is a weight of 0.
  *  - A weight is 2^x, with x = log2(e) times the score less the largest of its row. 2^x is within 1 unit in the last place, and
  *    rounding x, which grows with it, adds up to |x| / 2 units. Where a matrix unit multiplies 2^x is within 1e-7, in bf16
  *    3e-6. What is below 2^-100 of the largest of its row (f64: 2^-996) is 0.

@@ -91,8 +91,7 @@ struct tile_task {
     const T exp_scale = static_cast<T>(c.exp_scale);
     rows.raise(scratch.tile_max, exp_scale, x.started);
     if (careful) {
-      rows.weigh_tile_with_care(scratch.scores, t.keys(), exp_scale, c.fast_exp != 0,
-                                static_cast<T>(::exp2(-careful_shift(c.kv_len))));
+      rows.weigh_tile_with_care(scratch.scores, t.keys(), exp_scale, c.fast_exp != 0, scratch.care);
     } else {
       rows.weigh_tile(scratch.scores, t.keys(), exp_scale, c.fast_exp != 0);
     }
@@ -180,17 +179,25 @@ struct tile_task {
     }
   }
 
+  // Without what a row may not attend, and once more with smaller weights for rows whose sums ran over the largest number even
+  // so. The other rows' bits stay, and so does a result that really is not finite.
+  __attribute__((noinline)) void attend_with_care(int64_t i) {
+    panel<T>& x = p[i];
+    for (int64_t l = 0; l < x.width(); ++l) scratch.care[l] = T(1);
+    attend_all(i, i + 1, true);
+    if (lower_weights<T>(x, c.v_dim, c.kv_len, scratch.care)) attend_all(i, i + 1, true);
+    finish_panel<D>(c, task, kv_head, x, scratch.care);
+  }
+
   void run() {
     attend_all(0, panels, false);
-    // NaN or inf in a value that some row of the tile may not attend, or sums that ran over the largest float, show
-    // here, and only then is the panel done again with care. A result that really is not finite comes out the same.
+    // NaN or inf in a value that some row of the panel may not attend, or sums over the largest number, show here.
     for (int64_t i = 0; i < panels; ++i) {
-      const bool finite = results[i] == written::not_yet ? finish_panel<D>(c, task, kv_head, p[i], false)
+      const bool finite = results[i] == written::not_yet ? finish_panel<D>(c, task, kv_head, p[i])
                                                          : results[i] == written::finite;
       lap(task.clock, phase_store);
       if (finite) continue;
-      attend_all(i, i + 1, true);
-      finish_panel<D>(c, task, kv_head, p[i], true);
+      attend_with_care(i);
       lap(task.clock, phase_store);
     }
   }

@@ -26,7 +26,7 @@ template <class D>
 struct decode_task : step_weights<D> {
   using base = step_weights<D>;
   using base::base;
-  using base::c, base::copy_rows, base::direct, base::factors, base::first_tile, base::has_pairs, base::has_tiles,
+  using base::c, base::care, base::copy_rows, base::direct, base::factors, base::first_tile, base::has_pairs, base::has_tiles,
       base::has_unit, base::heads, base::in_order, base::in_place, base::is_usual, base::k_dim, base::keys_at_once,
       base::kv_head, base::leaves_out, base::many_registers, base::most_rows, base::most_rows_of_pairs, base::no_gaps,
       base::on_unit, base::out, base::padded_rows, base::place_of, base::place_of_pair, base::places, base::q_row,
@@ -307,7 +307,7 @@ struct decode_task : step_weights<D> {
   }
 
   // What row r is multiplied with. Its state and lse are written.
-  MH_INLINE T end_row(int64_t r, int64_t head, int64_t query, double undo) const {
+  MH_INLINE T end_row(int64_t r, int64_t head, int64_t query, T undo) const {
     const T sum = xsimd::reduce_add(load(row_sums + r * w));
     if (ends_count(c)) {
       const T total = on_unit ? xsimd::reduce_add(load(row_totals + r * w)) : sum;
@@ -316,7 +316,7 @@ struct decode_task : step_weights<D> {
       const double rounding = total == sum ? 1.0 : static_cast<double>(total) / static_cast<double>(sum);
       if (c.sinks != nullptr) return static_cast<T>(e.factor * undo * rounding);
     }
-    return sum == T(0) ? T(0) : static_cast<T>(undo) / sum;
+    return sum == T(0) ? T(0) : undo / sum;
   }
 
   __attribute__((noinline)) void end_rows_here() {
@@ -325,7 +325,7 @@ struct decode_task : step_weights<D> {
       row_walk<char> to = rows_of_results<D>(c, task, kv_head + h, task.row_begin);
       for (int64_t i = 0; i < rows_of_head; ++i, ++r, to.step(c)) {
         places[r] = reinterpret_cast<T*>(to.at);
-        factors[r] = end_row(r, (kv_head + h) * c.group + to.of.member, to.of.query, 1.0);
+        factors[r] = end_row(r, (kv_head + h) * c.group + to.of.member, to.of.query, T(1));
       }
     }
   }
@@ -334,7 +334,6 @@ struct decode_task : step_weights<D> {
   // take turns, products of a few keys are a step.
   template <bool Careful, class E>
   __attribute__((noinline)) void attend_all() {
-    const T careful_factor = Careful ? static_cast<T>(::exp2(-careful_shift(c.kv_len))) : T(1);
     over_tiles([&](const key_tile& t, int64_t begin, int64_t end, phase_clock* clock) MH_INLINE_LAMBDA {
       visibility see[most_rows_at_once];
       bool any = false, all = true;
@@ -372,7 +371,7 @@ struct decode_task : step_weights<D> {
         this->template weigh_for_unit<most_rows>(0, heads * padded_rows, scores, padded,
                                                  reinterpret_cast<uint32_t*>(scores), width);
       } else {
-        this->template weigh_all<Careful, min_of(most_rows, exp2_vectors)>(0, padded, careful_factor);
+        this->template weigh_all<Careful, min_of(most_rows, exp2_vectors)>(0, padded);
       }
       lap(clock, phase_softmax);
       if constexpr (!Careful) direct = t.begin == begin && t.end == end && ends_here(keys, see);
@@ -464,9 +463,8 @@ struct decode_task : step_weights<D> {
   }
 
   // Divides and stores the rows of head h. False: something is not finite.
-  bool finish(int64_t h, bool careful) {
+  bool finish(int64_t h, bool careful = false) {
     finite_check<T> finite;
-    const double undo = careful ? ::exp2(careful_shift(c.kv_len)) : 1.0;
     // Stores of vectors may change members, for all that a compiler knows.
     const int64_t dims = v_dim, back = v_back, pairs = on_unit ? v_dim : D::pairs_apart && !c.copy_kv ? v_pairs : 0;
     const bool partial = c.chunks > 1, in_vectors = back == dims - c.v_dim && (partial || c.out_strides[3] == 1);
@@ -474,7 +472,7 @@ struct decode_task : step_weights<D> {
     for (int64_t i = 0; i < rows; ++i, to.step(c)) {
       if ((wanted >> i & 1U) == 0) continue;
       const int64_t r = h * padded_rows + i;
-      const vec<T> times(end_row(r, (kv_head + h) * c.group + to.of.member, to.of.query, undo));
+      const vec<T> times(end_row(r, (kv_head + h) * c.group + to.of.member, to.of.query, careful ? T(1) / care[i] : T(1)));
       T* const values = out + r * dims;
       if (careful) limit_sums<T>(values, w, dims / w, times);
       void* const row = to.at;
@@ -565,11 +563,21 @@ struct decode_task : step_weights<D> {
     }
     attend_with_unit();
     for (int64_t h = 0; h < heads; ++h) {
-      finish(h, false);
+      finish(h);
       left_rows[h] = rows_beyond_unit(h) | rows_not_finite(h);
       is_finite[h] = left_rows[h] == 0;
     }
     leaves_out = false;
+  }
+
+  // See tile_task.
+  __attribute__((noinline)) void attend_with_care() {
+    for (int64_t r = 0; r < padded_rows; ++r) care[r] = T(1);
+    attend_all<true, D>();
+    const uint32_t beyond = rows_not_finite(0);
+    for (int64_t r = 0; r < rows; ++r) care[r] = (beyond >> r & 1U) != 0 ? factor_of_care<T>(c.kv_len) : T(1);
+    if (beyond != 0) attend_all<true, D>();
+    finish(0, true);
   }
 
   void run() {
@@ -582,7 +590,7 @@ struct decode_task : step_weights<D> {
     bool all_finite = true, all_for_unit = true;
     for (int64_t h = 0; h < heads; ++h) {
       left_rows[h] = 0;
-      if (!direct) is_finite[h] = finish(h, false);
+      if (!direct) is_finite[h] = finish(h);
       if constexpr (has_unit) {
         if (on_unit) {
           all_for_unit = all_for_unit && is_finite[h] && is_usual[h];
@@ -604,21 +612,14 @@ struct decode_task : step_weights<D> {
         lap(task.clock, phase_pack);
       }
     }
-    // See tile_task::run. Alone: what its neighbours get must not depend on it.
+    // Alone: what its neighbours get must not depend on it.
     const int64_t count = heads;
     for (int64_t h = 0; h < count; ++h) {
       if (is_finite[h]) continue;
       if (was_on_unit) wanted = left_rows[h];
       work_on(task.kv_head_begin + h, 1);
       q_row = q_rows + h * padded_rows;
-      if (was_on_unit) {  // care makes what is denormal less exact
-        attend_all<false, D>();
-        const bool finite = finish(0, false);
-        lap(task.clock, phase_store);
-        if (finite) continue;
-      }
-      attend_all<true, D>();
-      finish(0, true);
+      attend_with_care();
       lap(task.clock, phase_store);
     }
   }

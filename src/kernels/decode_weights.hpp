@@ -15,6 +15,7 @@ struct step_weights : step_values<D> {
 
   step_operands<D> unit;
   T row_max[most_rows_at_once];  // `lowest` before the first key
+  T care[most_decode_rows];      // what weights of a row are multiplied with where a head is done with care
   bool first_tile;               // of the task: no row has a sum or a value yet
   T* row_sums;                   // [heads * padded_rows][w], to be added up
   T* row_totals;                 // on the unit, as row_sums, before weights were rounded
@@ -45,7 +46,7 @@ struct step_weights : step_values<D> {
   // Takes in the scores of rows r .. r + R: raises their maxima, turns scores into weights. Nothing goes across lanes but
   // where a maximum rises: sums of lanes and maxima would be chains of ten dependent steps a row.
   template <bool Careful, int R>
-  MH_INLINE void weigh_rows(int64_t r, int64_t padded_keys, T careful_factor) {
+  MH_INLINE void weigh_rows(int64_t r, int64_t padded_keys) {
     T* const s = scores + r * width;
     T* const row_sum = row_sums + r * w;
     const int64_t stride = width;
@@ -65,7 +66,7 @@ struct step_weights : step_values<D> {
         T* const to = s + n * stride + k;
         if constexpr (Careful) {
           const auto closed = vec<T>::load_aligned(to) == vec<T>(-infinity<T>);
-          p[n] = xsimd::select(closed, vec<T>(T(-0.0)), p[n] * vec<T>(careful_factor));
+          p[n] = xsimd::select(closed, vec<T>(T(-0.0)), p[n] * vec<T>(care[r + n]));
         }
         p[n].store_aligned(to);
       }
@@ -111,9 +112,9 @@ struct step_weights : step_values<D> {
   }
 
   template <bool Careful, int R>
-  MH_INLINE void weigh_all(int64_t r, int64_t padded_keys, T careful_factor) {
-    for (; r + R <= heads * padded_rows; r += R) weigh_rows<Careful, R>(r, padded_keys, careful_factor);
-    if constexpr (R > 1) weigh_all<Careful, R / 2>(r, padded_keys, careful_factor);
+  MH_INLINE void weigh_all(int64_t r, int64_t padded_keys) {
+    for (; r + R <= heads * padded_rows; r += R) weigh_rows<Careful, R>(r, padded_keys);
+    if constexpr (R > 1) weigh_all<Careful, R / 2>(r, padded_keys);
   }
 
   // Scores s[count][width] of rows r .. r + count become weights of the unit, R rows at a time: words of two neighbours,

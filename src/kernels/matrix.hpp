@@ -545,7 +545,7 @@ struct matrix_task {
     attend_as_the_unit_does();
     for (int64_t i = 0; i < panels; ++i) {
       if ((which >> i & 1U) == 0) continue;
-      finish_panel<D>(c, task, operands.kv_head, p[i], false);
+      finish_panel<D>(c, task, operands.kv_head, p[i]);
       rows[i] = rows_beyond_unit(p[i]) | rows_not_finite(p[i]);
     }
     lap(task.clock, phase_store);
@@ -569,7 +569,7 @@ struct matrix_task {
     attend_as_the_unit_does();
     uint32_t again = left, any_row = 0, rows[most_panels];
     for (int64_t i = 0; i < panels; ++i) {
-      const bool finite = finish_panel<D>(c, task, operands.kv_head, p[i], false);
+      const bool finite = finish_panel<D>(c, task, operands.kv_head, p[i]);
       again |= static_cast<uint32_t>(!finite) << i;
       any_row |= rows[i] = rows_beyond_unit(p[i]);
     }

@@ -52,6 +52,7 @@ struct tile_scratch {
   bits<T>* words;  // [block_kv / word_keys + 1][panel_width]
   T* k_copy;       // [block_kv][head_dim], with copy_kv
   T* v_copy;       // [block_kv][v_dim]
+  T* care;         // [panel_width]: what weights of a row are multiplied with where a panel is done with care
   phase_clock* clock = nullptr;
 };
 
@@ -75,6 +76,7 @@ MH_INLINE tile_scratch<T> carve_tile(carver& from, const kernel_call& c) {
   s.words = from.take<bits<T>>((c.block_kv / word_keys + 1) * panel_width<T>);
   s.k_copy = from.take<T>(c.copy_kv ? c.block_kv * c.head_dim : 0);
   s.v_copy = from.take<T>(c.copy_kv ? c.block_kv * c.v_dim : 0);
+  s.care = from.take<T>(panel_width<T>);
   return s;
 }
 
@@ -413,16 +415,18 @@ MH_INLINE void write_values(const kernel_call& c, void* row, int64_t d, int64_t 
   write_some<D>(static_cast<typename D::storage*>(row) + d * stride, stride, n, x);
 }
 
-MH_INLINE double careful_shift(int64_t keys) {
+// So small that weights times it, added up over so many keys, are below 1: sums of values near the largest number stay finite.
+template <class T>
+MH_INLINE T factor_of_care(int64_t keys) {
   double bits_needed = lazy_rescale + 1;
   while (keys > 0) {
     bits_needed += 1;
     keys /= 2;
   }
-  return bits_needed;
+  return static_cast<T>(::exp2(-bits_needed));
 }
 
-// After weighing with care: results are averages, so that what is beyond the largest number only because it is rounded is not.
+// After weighing with it: results are averages, so that what is beyond the largest number only because it is rounded is not.
 template <class T>
 __attribute__((noinline)) void limit_sums(T* sums, int64_t stride, int64_t n, vec<T> factors) {
   constexpr T largest = sizeof(T) == 8 ? static_cast<T>(__DBL_MAX__) : static_cast<T>(__FLT_MAX__);
@@ -457,17 +461,32 @@ class finite_check {
   vec<T> a_{T(0)}, b_{T(0)}, c_{T(0)}, d_{T(0)};
 };
 
+// Sets what care multiplies a row's weights with from now on: factor_of_care where values are not finite. False: nowhere.
+template <class T>
+__attribute__((noinline)) bool lower_weights(const panel<T>& x, int64_t v_dim, int64_t keys, T* care) {
+  bool all_finite = true;
+  for (int64_t l0 = 0; l0 < x.width(); l0 += lanes<T>) {
+    finite_check<T> finite;
+    for (int64_t d = 0; d < v_dim; ++d) finite.see(vec<T>::load_aligned(x.out + d * x.width() + l0));
+    all_finite = all_finite && finite.passed();
+    xsimd::select(finite.sum() == vec<T>(T(0)), vec<T>(T(1)), vec<T>(factor_of_care<T>(keys))).store_aligned(care + l0);
+  }
+  return !all_finite;
+}
+
 // Of the rows of a panel's vector at l0, from r on: what each is multiplied with, and in `place` where it goes. Their states
-// and lse are written. undo: 1 but after weighing with care.
+// and lse are written. care: what the weights were multiplied with, if anything.
 template <class D>
 MH_INLINE vec<typename D::real> end_rows(const kernel_call& c, const kernel_task& task, int64_t kv_head,
-                                         const panel<typename D::real>& x, int64_t l0, double undo, row_walk<char>& r,
-                                         void** place) {
+                                         const panel<typename D::real>& x, int64_t l0, const typename D::real* care,
+                                         row_walk<char>& r, void** place) {
   using T = typename D::real;
   constexpr int64_t w = lanes<T>;
   const bool ends = ends_count(c);
   const vec<T> sum = vec<T>::load_aligned(x.row_sum + l0);
-  const vec<T> factors = xsimd::select(sum == vec<T>(T(0)), vec<T>(T(0)), vec<T>(T(undo)) / sum);
+  vec<T> undo(T(1));
+  if (care != nullptr) undo = undo / vec<T>::load_aligned(care + l0);
+  const vec<T> factors = xsimd::select(sum == vec<T>(T(0)), vec<T>(T(0)), undo / sum);
   alignas(64) T factor[w];
   factors.store_aligned(factor);
   const int64_t count = min_of(w, x.count - l0);
@@ -478,30 +497,30 @@ MH_INLINE vec<typename D::real> end_rows(const kernel_call& c, const kernel_task
     const T multiplied = x.row_sum[l0 + l], total = x.row_total[l0 + l];
     const row_end e = finish_row<T>(x.row_max[l0 + l], total, c.exp_scale, sink_of<T>(c, head, task.chunk));
     const double rounding = total == multiplied ? 1.0 : static_cast<double>(total) / static_cast<double>(multiplied);
-    if (c.sinks != nullptr) factor[l] = static_cast<T>(e.factor * undo * rounding);
+    if (c.sinks != nullptr) factor[l] = static_cast<T>(e.factor / (care == nullptr ? 1 : care[l0 + l]) * rounding);
     write_state<T>(c, task.batch, head, r.of.query, task.chunk, e);
   }
   return c.sinks != nullptr ? load(factor) : factors;
 }
 
-// Divides, transposes and stores a panel. False: something is not finite.
+// Divides, transposes and stores a panel. False: something is not finite. care: see end_rows.
 template <class D>
 __attribute__((noinline)) bool finish_panel(const kernel_call& c, const kernel_task& task, int64_t kv_head,
-                                            const panel<typename D::real>& x, bool careful) {
+                                            const panel<typename D::real>& x,
+                                            const typename D::real* care = nullptr) {
   using T = typename D::real;
   constexpr int64_t w = lanes<T>;
   finite_check<T> finite;
   constexpr bool pairs = sizeof(typename D::storage) == 2;
   const bool in_vectors = c.chunks > 1 || (!pairs && c.out_strides[3] == 1);  // rows take whole vectors,
   const bool in_pairs = pairs && c.chunks == 1 && c.out_strides[3] == 1;      // or two of them made narrow
-  const double undo = careful ? ::exp2(careful_shift(c.kv_len)) : 1.0;
   if (!x.started) memset(x.out, 0, static_cast<size_t>(c.v_dim * x.width()) * sizeof(T));
   row_walk<char> r = rows_of_results<D>(c, task, kv_head, x.row);
   for (int64_t l0 = 0; l0 < x.count; l0 += w) {
     void* place[w];
     const int64_t count = min_of(w, x.count - l0);
-    const vec<T> factors = end_rows<D>(c, task, kv_head, x, l0, undo, r, place);
-    if (careful) limit_sums<T>(x.out + l0, x.width(), c.v_dim, factors);
+    const vec<T> factors = end_rows<D>(c, task, kv_head, x, l0, care, r, place);
+    if (care != nullptr) limit_sums<T>(x.out + l0, x.width(), c.v_dim, factors);
     int64_t d0 = 0;
     if constexpr (pairs) {
       // Made narrow before they are transposed, two values are one word: half as much to transpose.

@@ -90,7 +90,7 @@ __attribute__((noinline)) bool write_row_values(const kernel_call& c, const kern
   alignas(64) T factor[panel_width<T>];
   row_walk<char> r = rows_of_results<D>(c, task, kv_head, x.row);
   for (int64_t l0 = 0; l0 < x.count; l0 += w)
-    end_rows<D>(c, task, kv_head, x, l0, 1.0, r, place + l0).store_aligned(factor + l0);
+    end_rows<D>(c, task, kv_head, x, l0, nullptr, r, place + l0).store_aligned(factor + l0);
   for (int64_t l = 0; l < x.count; ++l) to[l] = in_place ? static_cast<T*>(place[l]) : x.out + l * c.v_dim;
   const bool finite = row_values<T>(x, t, weights, v, c.v_dim, to, factor);
   for (int64_t l = 0; l < x.count && !in_place; ++l)

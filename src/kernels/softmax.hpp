@@ -94,15 +94,14 @@ struct softmax_rows {
     weigh_in_place<exp2_degree<T>>(s, keys, exp_scale);
   }
 
-  // The same, but slots at -inf become -0 (they are not to be multiplied), the others are multiplied by `factor`,
-  // 2^-careful_shift, so that sums over values near the largest float stay finite. The same exponential, so that rows that
-  // share a panel with one that is not finite keep their bits, but for products that become denormal.
-  MH_INLINE void weigh_tile_with_care(T* s, int64_t keys, T exp_scale, bool fast, T factor) const {
+  // The same, but slots at -inf become -0 (they are not to be multiplied), the others are multiplied by their row's factor.
+  // The same exponential, so that rows whose factor is 1 have the same bits.
+  MH_INLINE void weigh_tile_with_care(T* s, int64_t keys, T exp_scale, bool fast, const T* factors) const {
     const auto keep = [=](int64_t k, const auto& x) MH_INLINE_LAMBDA {
       for (int v = 0; v < NV; ++v) {
         T* at = s + k * width + v * w;
         const auto closed = vec<T>::load_aligned(at) == vec<T>(-infinity<T>);
-        xsimd::select(closed, vec<T>(T(-0.0)), x[v] * vec<T>(factor)).store_aligned(at);
+        xsimd::select(closed, vec<T>(T(-0.0)), x[v] * vec<T>::load_aligned(factors + v * w)).store_aligned(at);
       }
     };
     if (fast) return weigh<true, 1, fast_exp2_degree<T>>(s, keys, exp_scale, keep);
