@@ -1,7 +1,6 @@
 // The facts about strided arrays that argument checks rest on, against counting every byte of small random arrays.
 #include "check.hpp"
 
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
 #include <algorithm>

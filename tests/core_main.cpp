@@ -1,5 +1,4 @@
 // The main of tests that are run with each ISA (MH_ISA): 77, "skipped", where the CPU lacks it.
-#define DOCTEST_CONFIG_IMPLEMENT
 #include <doctest/doctest.h>
 
 #include <cstdio>

@@ -1,3 +1,4 @@
-// doctest itself and main(), for the micro tests.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+// The main of tests that choose nothing.
 #include <doctest/doctest.h>
+
+int main(int argc, char** argv) { return doctest::Context(argc, argv).run(); }

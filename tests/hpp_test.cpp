@@ -2,7 +2,6 @@
 // them the right thing, throws what they say, and refuses shapes that do not agree.
 #include "manyhead/manyhead.hpp"
 
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
 #include <cmath>

@@ -1,7 +1,6 @@
 // The multi-head layer against the same in double: projections as three loops, attention by reference.hpp, with the
 // extra keys of torch's bias_k, bias_v and add_zero_attn put after the others. Through the functions behind the C
 // border, so that errors arrive as exceptions.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include "mha.hpp"
 
 #include <doctest/doctest.h>

@@ -1,6 +1,5 @@
 // The second oracle: attention composed of OpenBLAS products and a plain softmax, at sizes that the reference would
 // take minutes for. It shares nothing with the kernels, and little with the reference.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
 #include <cblas.h>

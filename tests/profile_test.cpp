@@ -1,6 +1,5 @@
 // What is seen of calls: profiles and traces, lines that stand for problems, probes. The log of MH_VERBOSE and the file of
 // MH_PROFILE, which a process has once, are tested from Python (python/tests/test_profiling.py).
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
 #include <algorithm>

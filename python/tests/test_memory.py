@@ -54,11 +54,20 @@ def guarded():
     guard.open()
 
 
+@pytest.fixture
+def on_isa():
+    before = manyhead.isa()
+    yield manyhead.set_isa
+    manyhead.set_isa(before)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="mprotect through ctypes")
 @pytest.mark.parametrize("at_end", [True, False], ids=["end", "start"])
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("isa", [name for name, supported in manyhead.isas().items() if supported])
 @pytest.mark.parametrize("seed", range(12))
-def test_guard_pages_around_every_array(guarded, seed, dtype, at_end):
+def test_guard_pages_around_every_array(guarded, on_isa, seed, isa, dtype, at_end):
+    on_isa(isa)
     rng = np.random.default_rng(seed)
     q, k, v = random_tensors(rng, dtype)
     options = random_options(rng, set(rng.choice(problems.OPTIONS, 4)), q, k)
