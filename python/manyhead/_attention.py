@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as _json
+from math import prod
 from numbers import Integral
 from typing import Any
 
@@ -22,7 +23,7 @@ from ._arrays import (
     writable,
 )
 from ._exec import make_exec, thread_limit
-from ._library import lib, raise_for
+from ._library import Immutable, Owner, lib, raise_for
 from ._plan import (
     CPlan,
     Inputs,
@@ -105,8 +106,9 @@ def attention(
         return_weights: True: the probabilities (batch, heads, q_len, kv_len); "mean": averaged over the heads.
         return_column_sums: probabilities summed over the queries, (batch, heads, kv_len): what each key received.
         return_scores: "raw", scale * q k^T; "capped", after the softcap; "biased", after everything, masked = -inf.
-        threads: most threads for this call; default manyhead.threads(). PyTorch's tensors are computed on PyTorch's
-            threads, at most torch.get_num_threads() of them. Results have the same bits for any number.
+        threads: most threads for this call, as far as set_threads allows; default manyhead.threads(). PyTorch's tensors
+            are computed on PyTorch's threads, at most torch.get_num_threads() of them. Results have the same bits for
+            any number.
         workspace: writable memory, 64-byte aligned, see Plan.workspace_size; with it the library allocates nothing.
 
     The extra results, alibi_slopes and sinks are float32, or float64 beside float64 tensors.
@@ -139,7 +141,7 @@ def attention(
     return plan.run(q, begins, out, inputs, threads, workspace)
 
 
-class Plan:
+class Plan(Immutable):
     """The decision how to compute one shape of attention; made by manyhead.plan. It never changes, and any number of
     threads may run it at once."""
 
@@ -315,7 +317,7 @@ def plan(
     return Plan(made, tensors, arrays)
 
 
-class BoundPlan:
+class BoundPlan(Owner):
     """A plan and the arrays that its runs read and write; made by Plan.bind. It keeps the arrays. Runs write the same
     results, so it is for one thread at a time; several may have one each."""
 
@@ -381,9 +383,14 @@ class _Planned:
 
 def _example(x: Any, dtype: np.dtype) -> Any:
     """A tuple of sizes as a contiguous array that does not exist; anything else as it is."""
-    if isinstance(x, tuple) and all(isinstance(size, int) and size >= 0 for size in x):
-        return Shape(x, dtype)
-    return x
+    if not isinstance(x, tuple):
+        return x
+    shape = tuple(integer(size, "a size of a shape") for size in x)
+    if any(size < 0 for size in shape):
+        raise ValueError(f"the shape {shape} has a size below 0")
+    if prod(max(size, 1) for size in shape) * dtype.itemsize >= 2**63:
+        raise ValueError(f"the shape {shape} is too large for memory")
+    return Shape(shape, dtype)
 
 
 def _kind(dtype: np.dtype) -> Any:

@@ -31,7 +31,7 @@ from ._arrays import (
 )
 from ._attention import make_window
 from ._exec import make_exec
-from ._library import check, lib
+from ._library import Immutable, check, lib
 from ._plan import as_arrays, gather, place, real_type, result_type, spread
 from ._weights import SafeTensors, find
 
@@ -48,7 +48,7 @@ class _Options(NamedTuple):
     fast_exp: bool
 
 
-class MultiHeadAttention:
+class MultiHeadAttention(Immutable):
     """Multi-head attention with its projections: concat(heads) w_o^T + b_o, head = attention(x_q w_q^T + b_q, ...).
 
     The weights are packed once, here; the arrays are not needed afterwards. (With AMX those of 128 x 128 and more are
@@ -281,9 +281,9 @@ class MultiHeadAttention:
         for name, (_, _, begin) in seen.items():
             setattr(call, "q_offsets" if name == "q_offset" else name, begin)
         weights = None
+        average = boolean(average_weights, "average_weights")
         if boolean(need_weights, "need_weights"):
             rows = (batch, q_len, kv_len + self._extra_keys)
-            average = boolean(average_weights, "average_weights")
             weights = new(rows if average else (batch, self.num_heads, *rows[1:]), real_type(self.dtype), x_q)
             field = "mean_weights" if average else "weights"
             setattr(call, field, address(weights))

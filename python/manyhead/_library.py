@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from ctypes import byref, c_size_t
 from pathlib import Path
+from typing import Any, Self
 
 from . import _abi
 
@@ -30,6 +31,23 @@ class Error(RuntimeError):
 
 
 Error.__module__ = "manyhead"  # where users find it
+
+
+class Owner:
+    """What holds memory of the library, or the places of arrays. A copy would give that memory back a second time."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(f"a {type(self).__name__} cannot be copied or pickled: it holds memory of this process")
+
+
+class Immutable(Owner):
+    """What never changes is its own copy, also within other objects that are copied."""
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
 
 
 def file_names() -> tuple[str, ...]:

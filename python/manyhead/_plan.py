@@ -29,7 +29,7 @@ from ._arrays import (
     real_vector,
 )
 from ._exec import make_exec
-from ._library import check, lib, raise_for, text_of
+from ._library import Immutable, check, lib, raise_for, text_of
 from ._tensors import BOOLEANS, INDICES, MASKS, REALS, Seen, as_array, make, see, wrap_tensor
 
 _F64 = CODES[np.dtype(np.float64)]
@@ -169,7 +169,7 @@ def spread(target: Any, inputs: Mapping[str, Any], scores: tuple[int, int, int, 
             raise ValueError(f"{name} has shape {inputs[name].shape}, must be (batch,) = {(batch,)}")
 
 
-class CPlan:
+class CPlan(Immutable):
     """An mh_plan with what Python must know to run it. Immutable; any number of threads may run it at once."""
 
     def __init__(self, q: Any, k: Any, v: Any, out: Any, inputs: Mapping[str, Any], options: Options) -> None:

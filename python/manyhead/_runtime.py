@@ -37,6 +37,8 @@ def set_isa(name: str | None) -> None:
     """
     if name is not None and not isinstance(name, str):
         raise TypeError(f"name must be a str or None, not {type(name).__name__}")
+    if name is not None and "\0" in name:
+        raise ValueError(f"there is no instruction set {name!r}")
     check(lib.mh_set_isa(None if name is None else name.encode()))
     _attention.forget_plans()
 

@@ -93,7 +93,7 @@ class SafeTensors(Mapping[str, np.ndarray]):
             raise ValueError(f"{path} is not a safetensors file, or is cut short: a header of {length} bytes")
         try:
             header = json.loads(self._data[8 : 8 + length])
-        except ValueError:
+        except (ValueError, RecursionError):
             header = None
         if not isinstance(header, dict):
             raise ValueError(f"{path} is not a safetensors file: its header is not a JSON object")

@@ -332,6 +332,7 @@ def test_safetensors_as_the_package_writes_them(tmp_path):
     (struct.pack("<Q", 2**63) + b"{}", "cut short"),
     (struct.pack("<Q", 2) + b"{]", "its header is not a JSON object"),
     (struct.pack("<Q", 2) + b"[]", "its header is not a JSON object"),
+    (struct.pack("<Q", 100000) + b"[" * 100000, "its header is not a JSON object"),
 ])  # fmt: skip
 def test_files_that_are_not_safetensors(tmp_path, data, text):
     path = tmp_path / "x"
@@ -508,6 +509,7 @@ def test_bad_in_proj():
     ((X,), {"seqused_k": [1, 4]}, ValueError, "seqused_k"),
     ((X,), {"softcap": -1}, ValueError, "softcap"),
     ((X,), {"need_weights": "yes"}, TypeError, "need_weights must be True or False"),
+    ((X,), {"average_weights": "yes"}, TypeError, "average_weights must be True or False"),
     ((X,), {"out": np.zeros((2, 3, 11), F32)}, ValueError, r"out has shape \(2, 3, 11\), must be \(2, 3, 12\)"),
     ((X,), {"out": np.zeros((2, 3, 12))}, TypeError, "out has dtype float64"),
     ((X,), {"out": X}, ValueError, "out"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import manyhead
 import numpy as np
 import problems
@@ -139,8 +142,15 @@ def test_mistakes_in_making_a_plan():
         manyhead.plan(*SHAPES, causal=True)
     with pytest.raises(ValueError, match=r"out has shape \(1, 2\)"):
         manyhead.plan(*SHAPES, out=(1, 2))
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="too large for memory"):
         manyhead.plan((2**40, 2**20, 3, 8), (2**40, 2**20, 5, 8), (2**40, 2**20, 5, 6))
+    with pytest.raises(ValueError, match="a size of a shape is 18446744073709551622, must fit a 64-bit integer"):
+        manyhead.plan((2, 3, 2**64 + 6, 8), *SHAPES[1:])
+    with pytest.raises(ValueError, match="has a size below 0"):
+        manyhead.plan((2, 3, -1, 8), *SHAPES[1:])
+    with pytest.raises(TypeError, match="a size of a shape must be an integer, not float"):
+        manyhead.plan((2, 3, 4.0, 8), *SHAPES[1:])
+    manyhead.plan(tuple(np.array(SHAPES[0])), *SHAPES[1:])
 
 
 def test_a_plan_names_its_dtype():
@@ -218,6 +228,20 @@ def test_a_bound_plan_keeps_its_arrays():
     del given, workspace, plan
     assert all(ref() is not None for ref in held)
     np.testing.assert_array_equal(bound().out, expected)
+
+
+def test_copies():
+    given = dict(zip(("q", "k", "v"), arrays(), strict=True))
+    plan = manyhead.plan(**given)
+    layer = manyhead.MultiHeadAttention(*(np.eye(8, dtype=np.float32) for _ in range(3)), num_heads=2)
+    for immutable in (plan, layer):
+        assert copy.copy(immutable) is immutable
+        assert copy.deepcopy({"model": [immutable]})["model"][0] is immutable
+    for other in (plan, layer, plan.bind(**given)):
+        with pytest.raises(TypeError, match="cannot be copied or pickled"):
+            pickle.dumps(other)
+    with pytest.raises(TypeError, match="a BoundPlan cannot be copied or pickled"):
+        copy.deepcopy(plan.bind(**given))
 
 
 def test_a_bound_plan_holds_on_to_a_workspace_that_could_move():
