@@ -14,6 +14,7 @@
 #include <string>
 
 #include "check.hpp"
+#include "fp_state.hpp"
 #include "json.hpp"
 #include "machine.hpp"
 #include "merge.hpp"
@@ -52,6 +53,7 @@ mh_status report(mh_status status, const char* text) noexcept {
 
 template <typename Function>
 mh_status guarded(Function&& function) noexcept {
+  const manyhead::default_fp_state fp;
   try {
     function();
     return MH_OK;
@@ -136,7 +138,7 @@ mh_exec read_exec(const mh_exec* user) {
   if (user != nullptr) exec = read_struct(user, offsetof(mh_exec, parallel_for), "exec");
   check_at_least("exec.threads", exec.threads, 0);
   // Asked once a call: the cap may change while it runs.
-  exec.threads = manyhead::wanted_threads(exec.threads);
+  exec.threads = manyhead::allowed_threads(exec.threads);
   check_zero("exec.reserved0", exec.reserved0);
   if (exec.parallel_for == nullptr && exec.parallel_ctx != nullptr) {
     invalid("exec.parallel_for is NULL, must be a function where parallel_ctx is not NULL");
@@ -369,13 +371,14 @@ mh_status mh_plan_measure(const mh_plan* plan, const mh_tensors* tensors, const 
     if (runs == nullptr) invalid("runs is NULL");
     check_at_least("most", most, 1);
     if (!(seconds >= 0 && seconds <= 3600)) invalid("seconds is ", seconds, ", must be 0..3600");
-    *runs = 0;
-    for (double total = 0; *runs == 0 || (*runs < most && total < seconds); ++*runs) {
+    int64_t n = 0;
+    for (double total = 0; n == 0 || (n < most && total < seconds); ++n) {
       const auto start = std::chrono::steady_clock::now();
       run(plan->plan, tensors, exec);
-      times[*runs] = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-      total += times[*runs];
+      times[n] = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+      total += times[n];
     }
+    *runs = n;
   });
 }
 

@@ -5,11 +5,10 @@
 
 namespace manyhead {
 
-// Plans are made and kernels run in the default floating-point state (round to nearest, denormals kept, no traps) whatever the
-// host's is, and leave it as it was, sticky flags included: so results do not depend on which of the host's threads did what.
-// Compilers may move arithmetic past a change of state, but not loads and stores: so what is computed with the state set comes from
-// memory and goes there, or is volatile, or is done by a function that they do not see.
-// (Packing a layer's weights cuts bits off and subtracts without rounding: no state matters there.)
+// Every function of the C interface works in the default floating-point state (round to nearest, denormals kept, no traps) whatever
+// the host's is, and leaves it as it was, sticky flags included; so do tasks on a host's threads: results do not depend on which
+// thread did what. Compilers may move arithmetic past a change of state, but not loads and stores: so what is computed with the
+// state set comes from memory and goes there, or is done by a function that they do not see.
 class default_fp_state {
  public:
 #if defined(__x86_64__)

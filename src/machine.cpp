@@ -289,12 +289,15 @@ const machine& this_machine() {
 
 host this_host() { return find_host(); }
 
-int32_t max_threads() {
+int32_t allowed_threads(int32_t asked) {
   const machine& m = this_machine();
   const int32_t set = cap.load(std::memory_order_relaxed);
-  const int32_t wanted = set >= 0 ? set : m.threads_request;
-  return wanted > 0 ? wanted : m.cpus;
+  const int32_t most = set >= 0 ? set : m.threads_request;
+  if (most > 0) return asked > 0 ? std::min(asked, most) : most;
+  return asked > 0 ? asked : m.cpus;
 }
+
+int32_t max_threads() { return allowed_threads(0); }
 
 void set_max_threads(int32_t threads) { cap.store(threads, std::memory_order_relaxed); }
 

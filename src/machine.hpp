@@ -63,8 +63,10 @@ struct host {
 };
 host this_host();
 
-// The process-wide cap: mh_set_threads, else MH_THREADS, else cpus.
+// The process-wide cap, mh_set_threads or MH_THREADS; without one, all CPUs.
 int32_t max_threads();
+// Of so many asked for, 0 = as many as there may be; those that the cap allows. Without a cap it may be more than there are CPUs.
+int32_t allowed_threads(int32_t asked);
 void set_max_threads(int32_t threads);
 
 }  // namespace manyhead

@@ -7,7 +7,6 @@
 #include "attended.hpp"
 #include "blocks.hpp"
 #include "check.hpp"
-#include "fp_state.hpp"
 #include "keeping.hpp"
 #include "layout.hpp"
 #include "machine.hpp"
@@ -155,7 +154,6 @@ void choose_memory(plan& plan) {
 }  // namespace
 
 plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cpu_core core, int64_t l3_bytes) {
-  const default_fp_state fp;
   plan plan{};
   plan.p = p;
   plan.table = &table;

@@ -10,7 +10,6 @@
 #include <utility>
 
 #include "check.hpp"
-#include "fp_state.hpp"
 
 namespace manyhead {
 namespace {
@@ -129,7 +128,8 @@ void check_enums(problem& p) {
   }
 }
 
-// Both numbers reach the kernels as float, or double for f64: what would become infinite or 0 there is refused.
+// Both numbers reach the kernels as float, or double for f64: what would become infinite there is refused, and a softcap that
+// would become 0.
 void check_numbers(problem& p) {
   const double largest = p.is_f64() ? DBL_MAX : FLT_MAX, smallest = p.is_f64() ? DBL_MIN : FLT_MIN;
   const double log2_e = 1.44269504088896340736;  // kernels multiply the scale by it
@@ -298,12 +298,7 @@ bool plainly_good(const problem& p, const mh_tensors& t) noexcept {
 
 }  // namespace
 
-double default_scale(int64_t head_dim) noexcept {
-  const default_fp_state fp;
-  const volatile auto dim = static_cast<double>(head_dim);
-  const volatile double scale = 1 / std::sqrt(dim);
-  return scale;
-}
+double default_scale(int64_t head_dim) noexcept { return 1 / std::sqrt(static_cast<double>(head_dim)); }
 
 problem validate(const mh_problem& user, int64_t extra_keys) {
   problem p;

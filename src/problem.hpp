@@ -33,7 +33,7 @@ struct problem : mh_problem {
 // as above.
 problem validate(const mh_problem& user, int64_t extra_keys = 0);
 
-double default_scale(int64_t head_dim) noexcept;  // 1 / sqrt(head_dim), to nearest whatever the host's rounding
+double default_scale(int64_t head_dim) noexcept;  // 1 / sqrt(head_dim)
 
 // The only checks of a call's pointers: present exactly where the problem names them, aligned to their element
 // (outputs, q, k, v and index arrays), contents of seqused_k (0..kv_len), q_offset (|.| < 2^62), no output overlapping

@@ -350,11 +350,15 @@ int32_t thread_count(const plan& plan, int32_t threads) {
 
 int64_t workspace_bytes(const plan& plan, int32_t threads) {
   if (plan.tasks == 0 && plan.shared_bytes == 0) return 0;
-  return plan.shared_bytes + thread_count(plan, threads) * round_up(plan.scratch_bytes, 64);
+  int64_t bytes = 0;
+  if (__builtin_mul_overflow(thread_count(plan, threads), round_up(plan.scratch_bytes, 64), &bytes) ||
+      __builtin_add_overflow(bytes, plan.shared_bytes, &bytes)) {
+    return INT64_MAX;  // which nobody has
+  }
+  return bytes;
 }
 
 void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec, const watched_call* within) {
-  const default_fp_state fp;
   const int64_t threads =
       plan.is_short() ? 1 : std::min<int64_t>(thread_count(plan, exec.threads), usable_threads(exec));
   workspace memory(workspace_bytes(plan, exec.threads), exec);
@@ -378,7 +382,6 @@ void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec, const
 
 void parallel_for(int64_t n, int64_t workers, const mh_exec& exec, const watched_call& watched, phase what, item_fn fn,
                   void* arg, bool shares) {
-  const default_fp_state fp;
   for_each(
       n, workers, exec, watched, what, [=](const turn& now) { fn(arg, now.index, now.worker); },
       dealing{1, shares, false});

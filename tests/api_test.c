@@ -687,6 +687,31 @@ static void test_results(void) {
   use_asked_isa();
 }
 
+/* Strides of 0 make a small array of a problem whose scratch nobody has. */
+static void test_too_large(void) {
+  static float one[1], out[128];
+  mh_plan* plan = NULL;
+  size_t least;
+  int i;
+  set_up_plain();
+  p.flags |= MH_FLAG_STRIDES;
+  p.batch = 64;
+  p.heads = p.kv_heads = p.v_dim = 1;
+  p.q_len = p.kv_len = 2;
+  p.head_dim = INT64_C(1) << 52;
+  for (i = 0; i < 4; ++i) p.q_strides[i] = p.k_strides[i] = p.v_strides[i] = 0;
+  p.out_strides[0] = 2;
+  p.out_strides[1] = p.out_strides[2] = p.out_strides[3] = 1;
+  t.q = t.k = t.v = one;
+  t.out = out;
+  CHECK(mh_plan_create(&p, &plan) == MH_OK);
+  least = mh_plan_workspace_size(plan, 1);
+  CHECK(least > (size_t)1 << 52);
+  CHECK(mh_plan_workspace_size(plan, 64) >= least);
+  CHECK(mh_plan_run(plan, &t, NULL) == MH_OUT_OF_MEMORY);
+  mh_plan_destroy(plan);
+}
+
 static void test_empty(void) {
   static float none[1];
   int i;
@@ -1424,11 +1449,64 @@ static void test_measure(void) {
   CHECK(mh_plan_measure(plan, &t, NULL, 0, 5, times, &runs) == MH_OK && runs == 1);
   REFUSED(mh_plan_measure(plan, &t, NULL, 1, 0, times, &runs), "most is 0");
   REFUSED(mh_plan_measure(plan, &t, NULL, -1, 1, times, &runs), "seconds is -1");
+  runs = 77;
   REFUSED(mh_plan_measure(plan, NULL, NULL, 1, 1, times, &runs), "tensors is NULL");
+  CHECK(runs == 77);
   REFUSED(mh_plan_measure(NULL, &t, NULL, 1, 1, times, &runs), "plan is NULL");
   REFUSED(mh_plan_measure(plan, &t, NULL, 1, 1, NULL, &runs), "times is NULL");
   REFUSED(mh_plan_measure(plan, &t, NULL, 1, 1, times, NULL), "runs is NULL");
   mh_plan_destroy(plan);
+}
+
+/* Nothing of the caller's floating-point state changes, flags included, and so no trap that it has set is sprung. */
+static void test_float_state(void) {
+  enum { DIM = 8 };
+  static const double nan_here = NAN;
+  static float w[DIM * DIM], x[3 * DIM], y[3 * DIM], lses[3];
+  mh_mha_weights weights;
+  mh_mha_call call;
+  mh_mha* mha = NULL;
+  mh_plan* plan = NULL;
+  double hertz = 0, times[1];
+  int64_t runs = 0;
+  int i;
+  for (i = 0; i < DIM * DIM; ++i) w[i] = 1.0f / (float)(i + 3);
+  for (i = 0; i < 3 * DIM; ++i) x[i] = 1.0f / (float)(i + 7);
+  memset(&weights, 0, sizeof weights);
+  weights.struct_size = sizeof weights;
+  weights.embed_dim = DIM;
+  weights.heads = 2;
+  weights.w_q = weights.w_k = weights.w_v = weights.w_o = w;
+  memset(&call, 0, sizeof call);
+  call.struct_size = sizeof call;
+  call.batch = 1;
+  call.q_len = call.kv_len = 3;
+  call.x_q = x;
+  call.out = y;
+  memset(&merge, 0, sizeof merge);
+  merge.struct_size = sizeof merge;
+  merge.states = 3;
+  merge.batch = merge.heads = merge.q_len = 1;
+  merge.v_dim = DIM;
+  set_up_plain();
+  CHECK(mh_plan_create(&p, &plan) == MH_OK);
+
+  feclearexcept(FE_ALL_EXCEPT);
+  CHECK(mh_attention(&p, &t, NULL) == MH_OK);
+  CHECK(mh_mha_create(&weights, &mha) == MH_OK);
+  CHECK(mh_mha_run(mha, &call, NULL) == MH_OK);
+  CHECK(mh_merge_states(&merge, x, lses, y, NULL) == MH_OK);
+  call.softcap = nan_here;
+  REFUSED(mh_mha_run(mha, &call, NULL), "softcap is nan");
+  mh_mha_destroy(mha);
+  weights.scale = nan_here;
+  REFUSED(mh_mha_create(&weights, &mha), "scale is nan");
+  REFUSED(mh_probe_clock(nan_here, &hertz), "seconds is nan");
+  REFUSED(mh_plan_measure(plan, &t, NULL, nan_here, 1, times, &runs), "seconds is nan");
+  mh_plan_destroy(plan);
+  p.scale = nan_here;
+  REFUSED(mh_plan_create(&p, &plan), "scale is nan");
+  CHECK(fetestexcept(FE_ALL_EXCEPT) == 0);
 }
 
 static void test_profile(void) {
@@ -1506,6 +1584,7 @@ int main(void) {
     test_overlaps();
     test_results();
     test_empty();
+    test_too_large();
     test_exec();
     test_callers();
     test_describe();
@@ -1515,6 +1594,7 @@ int main(void) {
     test_lines();
     test_probes();
     test_measure();
+    test_float_state();
     test_profile();
   }
   printf("%ld checks, %ld failures\n", checks, failures);

@@ -610,31 +610,15 @@ TEST_CASE("the count of allocations counts") {
 
 // --- floating-point state --------------------------------------------------------------------------------------------
 
-TEST_CASE("the floating-point state stays the caller's, and does not matter") {
+TEST_CASE("the floating-point state of a host's threads stays theirs, and does not matter") {
   const uint64_t own = fp_state();
   for (const char* text : {"f32 b2 h4/2 q130 kv300 d64 causal align=br lse weights meanw colsums",
-                           "f32 b1 h8/2 q1 kv5000 d64 data=denormal lse", "f32 b1 h2 q5 kv9 d8",
-                           "f64 b1 h2 q5 kv9 d48"}) {  // 1 / sqrt(48) is rounded up, and its product with log2(e) down
+                           "f32 b1 h8/2 q1 kv5000 d64 data=denormal lse"}) {
     INFO(std::string(text));
     test_case c(parse_problem(text));
     const plan plan = make_plan(c.p, current_isa(), l2);
     const output_bits want = run_bits(c, plan, exec_of(1));
     for (const uint64_t state : fp_states) {
-      uint64_t after = 0;
-      for (const int32_t threads : {1, 0}) {
-        c.clear_outputs();
-        const mh_exec exec = exec_of(threads);
-        set_fp_state(state);
-        const problem checked = validate(c.line.problem);
-        const problem_text told = to_text(checked);
-        run(make_plan(checked, current_isa(), l2), c.t, exec);
-        after = fp_state();
-        set_fp_state(own);
-        CHECK(std::string(told.text).find("scale") == std::string::npos);
-        CHECK(after == state);
-        CHECK(output_bits{c.output_bytes()} == want);
-      }
-      // The host's own threads, each in that state.
       std::atomic<int> changed{0};
       hook_body pool = [&](int64_t n, const auto& call) {
         on_threads(n, [&](int64_t i) {

@@ -5,9 +5,12 @@
 #include <doctest/doctest.h>
 
 #include <cmath>
+#include <cstring>
 #include <type_traits>
 #include <utility>
 #include <vector>
+
+#include "host_fp_state.hpp"
 
 namespace {
 
@@ -180,6 +183,8 @@ TEST_CASE("what is wrong is thrown") {
   CHECK(has(changed([](auto& a) { a.softcap = -2; }), "softcap is -2"));
   CHECK(has(changed([](auto& a) { a.causal = true; }), "MH_ALIGN_TOP_LEFT or MH_ALIGN_BOTTOM_RIGHT"));
   CHECK(has(changed([](auto& a) { a.v.dims[2] = N - 1; }), "v has shape"));
+  CHECK(has(changed([](auto& a) { a.v.dims[2] = 1; }), "v has shape"));  // of what is optional a size of 1 is broadcast
+  CHECK(has(changed([](auto& a) { a.k.dims[3] = 1; }), "k has shape"));
   CHECK(has(changed([](auto& a) { a.out.dims[1] = 1; }), "out has shape"));
   CHECK(has(changed([](auto& a) { a.k.dims[1] = 0; }), "k.dims[1]"));
   CHECK(has(changed([](auto& a) { a.out.data = nullptr; }), "out is NULL"));
@@ -248,4 +253,95 @@ TEST_CASE("lines and profiles") {
     const manyhead::profile dropped;
   }
   const manyhead::profile again;
+}
+
+// In each state that a host may be in, on one thread and on all.
+template <typename Call>
+void check_fp_state(Call&& call) {
+  using namespace manyhead::test;
+  const uint64_t own = fp_state();
+  const std::vector<unsigned char> want = call(1);
+  INFO(std::string(mh_last_error()));
+  CHECK(!want.empty());
+  for (const uint64_t state : fp_states) {
+    for (const int32_t threads : {1, 0}) {
+      set_fp_state(state);
+      const std::vector<unsigned char> got = call(threads);
+      const uint64_t after = fp_state();
+      set_fp_state(own);
+      CHECK(after == state);
+      CHECK(got == want);
+    }
+  }
+}
+
+// Random numbers of either sign as the type's bits: of 1 to 2, or denormal.
+std::vector<unsigned char> random_bits(int32_t dtype, size_t count, uint32_t seed, bool denormal = false) {
+  const size_t size = mh_dtype_size(dtype);
+  const uint64_t ones[] = {0x3f800000, 0x3ff0000000000000, 0x3f80, 0x3c00}, fractions[] = {23, 52, 7, 10};
+  std::vector<unsigned char> bytes(count * size);
+  for (size_t i = 0; i < count; ++i) {
+    seed = seed * 1664525u + 1013904223u;
+    const uint64_t random = uint64_t{seed} * 0x9e3779b97f4a7c15u;
+    const uint64_t bits = (random & ((uint64_t{1} << fractions[dtype]) - 1)) | (denormal ? 0 : ones[dtype]) |
+                          uint64_t{seed >> 31} << (8 * size - 1);
+    std::memcpy(bytes.data() + i * size, &bits, size);
+  }
+  return bytes;
+}
+
+TEST_CASE("the floating-point state stays the caller's, and does not matter") {
+  for (const char* line :
+       {"f32 b2 h4/2 q130 kv300 d64 causal align=br", "f32 b1 h8/2 q1 kv5000 d64", "f32 b1 h2 q5 kv9 d8",
+        "f64 b1 h2 q5 kv9 d48", "bf16 b1 h2 q70 kv90 d64", "f16 b1 h2 q3 kv90 d64"}) {
+    INFO(std::string(line));
+    mh_problem p = manyhead::make<mh_problem>();
+    REQUIRE(mh_problem_parse(line, &p, nullptr) == MH_OK);
+    const auto count = [&](int64_t heads, int64_t length) {
+      return static_cast<size_t>(p.batch * heads * length * p.head_dim);
+    };
+    const bool denormal = p.kv_len == 5000;
+    const int64_t kv_heads = p.kv_heads > 0 ? p.kv_heads : p.heads;
+    const auto q = random_bits(p.dtype, count(p.heads, p.q_len), 1),
+               k = random_bits(p.dtype, count(kv_heads, p.kv_len), 2),
+               v = random_bits(p.dtype, count(kv_heads, p.kv_len), 3, denormal);
+    check_fp_state([&](int32_t threads) {
+      std::vector<unsigned char> out(q.size());
+      mh_tensors t = manyhead::make<mh_tensors>();
+      t.q = q.data(), t.k = k.data(), t.v = v.data(), t.out = out.data();
+      // Planned anew: the scale of 1 / sqrt(48) is rounded up, and its product with log2(e) down.
+      const mh_exec exec = manyhead::with_threads(threads);
+      mh_plan* plan = nullptr;
+      mh_status status = mh_plan_create(&p, &plan);
+      if (status == MH_OK) status = mh_plan_run(plan, &t, &exec);
+      mh_plan_destroy(plan);
+      if (status != MH_OK) out.clear();
+      return out;
+    });
+  }
+  for (const int32_t dtype : {MH_DTYPE_F32, MH_DTYPE_F64, MH_DTYPE_BF16, MH_DTYPE_F16}) {
+    constexpr int64_t embed = 192;
+    const auto w = random_bits(dtype, embed * embed, 4);
+    mh_mha_weights weights = manyhead::make<mh_mha_weights>();
+    weights.dtype = dtype;
+    weights.embed_dim = embed, weights.heads = 3;
+    weights.w_q = weights.w_k = weights.w_v = weights.w_o = w.data();
+    weights.b_q = weights.b_o = w.data();
+    for (const int64_t length : {2, 70}) {
+      const auto x = random_bits(dtype, static_cast<size_t>(length * embed), 5);
+      check_fp_state([&](int32_t threads) {
+        std::vector<unsigned char> out(x.size());
+        mh_mha_call call = manyhead::make<mh_mha_call>();
+        call.batch = 1, call.q_len = call.kv_len = length;
+        call.x_q = x.data(), call.out = out.data();
+        const mh_exec exec = manyhead::with_threads(threads);
+        mh_mha* mha = nullptr;
+        mh_status status = mh_mha_create(&weights, &mha);
+        if (status == MH_OK) status = mh_mha_run(mha, &call, &exec);
+        mh_mha_destroy(mha);
+        if (status != MH_OK) out.clear();
+        return out;
+      });
+    }
+  }
 }

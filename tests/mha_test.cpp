@@ -17,7 +17,6 @@
 #include <vector>
 
 #include "error.hpp"
-#include "host_fp_state.hpp"
 #include "numbers.hpp"
 #include "problem.hpp"
 #include "reference.hpp"
@@ -827,33 +826,6 @@ TEST_CASE_TEMPLATE("same bits for any number of threads", Number, float, double,
       CHECK(f.out == out);
       CHECK(f.weights == weights);
       CHECK(f.mean_weights == mean);
-    }
-  }
-}
-
-TEST_CASE_TEMPLATE("the floating-point state stays the caller's, and does not matter", Number, float, double, bf16,
-                   f16) {
-  using namespace manyhead::test;
-  const uint64_t own = fp_state();
-  for (const int64_t q_len : {2, 70}) {
-    CAPTURE(q_len);
-    sizes s;
-    s.q_len = s.kv_len = q_len;
-    s.embed = 192;
-    fixture<Number> f(s);
-    f.all_biases();
-    f.run(1);
-    const std::vector<Number> out = f.out;
-    for (const uint64_t state : fp_states) {
-      for (const int32_t threads : {1, 0}) {
-        std::fill(f.out.begin(), f.out.end(), Number(0));
-        set_fp_state(state);
-        f.run(threads);
-        const uint64_t after = fp_state();
-        set_fp_state(own);
-        CHECK(after == state);
-        CHECK(f.out == out);
-      }
     }
   }
 }

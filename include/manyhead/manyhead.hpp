@@ -165,9 +165,9 @@ struct arguments {
     take("k", k, {b, g, n, p.head_dim}, p.k_strides);
     take("v", v, {b, g, n, p.v_dim}, p.v_strides);
     take("out", out, {b, h, m, p.v_dim}, p.out_strides);
-    if (mask) p.inputs |= MH_INPUT_MASK, take("mask", mask, {b, h, m, n}, p.mask_strides);
-    if (bias) p.inputs |= MH_INPUT_BIAS, take("bias", bias, {b, h, m, n}, p.bias_strides);
-    if (key_mask) p.inputs |= MH_INPUT_KEY_MASK, take("key_mask", key_mask, {b, n}, p.key_mask_strides);
+    if (mask) p.inputs |= MH_INPUT_MASK, take("mask", mask, {b, h, m, n}, p.mask_strides, true);
+    if (bias) p.inputs |= MH_INPUT_BIAS, take("bias", bias, {b, h, m, n}, p.bias_strides, true);
+    if (key_mask) p.inputs |= MH_INPUT_KEY_MASK, take("key_mask", key_mask, {b, n}, p.key_mask_strides, true);
     if (size("seqused_k", seqused_k, b)) p.inputs |= MH_INPUT_SEQUSED_K;
     if (size("q_offsets", q_offsets, b)) p.inputs |= MH_INPUT_Q_OFFSET;
     if (size("sinks", sinks, h)) p.inputs |= MH_INPUT_SINKS;
@@ -199,9 +199,10 @@ struct arguments {
 
  private:
   template <typename U, size_t Rank>
-  static void take(const char* name, const view<U, Rank>& a, const std::array<int64_t, Rank>& dims, int64_t* strides) {
+  static void take(const char* name, const view<U, Rank>& a, const std::array<int64_t, Rank>& dims, int64_t* strides,
+                   bool broadcasts = false) {
     for (size_t i = 0; i < Rank; ++i) {
-      if (a.dims[i] != dims[i] && (a.dims[i] != 1 || !std::is_const_v<U>)) {
+      if (a.dims[i] != dims[i] && (a.dims[i] != 1 || !broadcasts)) {
         throw error(MH_INVALID_ARGUMENT,
                     std::string(name) + " has shape [" + a.text(a.dims) + "], must be [" + a.text(dims) + "]");
       }

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from . import _abi
-from ._library import check, lib, text_of
+from ._library import Owner, check, lib, text_of
 from ._profile import profile
 from ._runtime import isa as current_isa
-from ._runtime import set_isa, set_threads
+from ._runtime import machine, set_isa, set_threads
 from ._runtime import threads as default_threads
 
 _RANDOM = 1 << 20  # random numbers are drawn once for so many elements and then repeated
@@ -67,7 +67,7 @@ def _dtype_code(dtype: str) -> int:
     raise ValueError(f"dtype is {dtype!r}, must be one of: {', '.join(map(dtype_name, range(lib.mh_dtype_count())))}")
 
 
-class Planned:
+class Planned(Owner):
     """A problem and what the library plans for it. Nothing runs, and no tensor is made.
 
     Args:
@@ -94,7 +94,7 @@ class Planned:
             if before is not None:
                 set_isa(before)
             if threads:
-                set_threads(most)
+                set_threads(0 if most == machine()["cpus"] else most)
         self.plan: dict[str, Any] = json.loads(text)
         self.line: str = self.plan["problem"]
         self.flops: float = self.plan["flops"]

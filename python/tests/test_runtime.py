@@ -21,7 +21,7 @@ def restored():
     isa, threads = manyhead.isa(), manyhead.threads()
     yield
     manyhead.set_isa(isa)
-    manyhead.set_threads(threads)
+    manyhead.set_threads(threads if os.environ.get("MH_THREADS") else 0)
 
 
 def test_version():
@@ -50,6 +50,8 @@ def test_isa_errors(restored):
         manyhead.set_isa("mmx")
     with pytest.raises(TypeError, match="name must be a str or None, not int"):
         manyhead.set_isa(3)
+    with pytest.raises(ValueError, match=r"there is no instruction set 'sse2\\x00'"):
+        manyhead.set_isa("sse2\0")
     for name in (name for name, supported in manyhead.isas().items() if not supported):
         with pytest.raises(manyhead.Error, match=name) as caught:
             manyhead.set_isa(name)
@@ -63,6 +65,12 @@ def test_threads(restored):
         with pytest.raises(exception):
             manyhead.set_threads(wrong)
     assert manyhead.threads() == 3
+    q = np.zeros((1, 64, 64, 64), np.float32)
+    for cap, most in ((1, 1), (0, 2)):
+        manyhead.set_threads(cap)
+        with manyhead.profile() as profile:
+            manyhead.attention(q, q, q, threads=2)
+        assert profile.calls[0]["threads"] == most
     code = "import manyhead as m; n = m.threads(); m.set_threads(n + 1); print(n, m.threads() - n); m.set_threads(0)"
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     assert run_python(code + "; print(m.threads())").stdout.split() == [str(cpus), "1", str(cpus)]

@@ -193,8 +193,8 @@ struct tile_task {
     attend_all(0, panels, false);
     // NaN or inf in a value that some row of the panel may not attend, or sums over the largest number, show here.
     for (int64_t i = 0; i < panels; ++i) {
-      const bool finite = results[i] == written::not_yet ? finish_panel<D>(c, task, kv_head, p[i])
-                                                         : results[i] == written::finite;
+      const bool finite =
+          results[i] == written::not_yet ? finish_panel<D>(c, task, kv_head, p[i]) : results[i] == written::finite;
       lap(task.clock, phase_store);
       if (finite) continue;
       attend_with_care(i);

@@ -26,12 +26,13 @@ template <class D>
 struct decode_task : step_weights<D> {
   using base = step_weights<D>;
   using base::base;
-  using base::c, base::care, base::copy_rows, base::direct, base::factors, base::first_tile, base::has_pairs, base::has_tiles,
-      base::has_unit, base::heads, base::in_order, base::in_place, base::is_usual, base::k_dim, base::keys_at_once,
-      base::kv_head, base::leaves_out, base::many_registers, base::most_rows, base::most_rows_of_pairs, base::no_gaps,
-      base::on_unit, base::out, base::padded_rows, base::place_of, base::place_of_pair, base::places, base::q_row,
-      base::q_rows, base::row_max, base::row_sums, base::row_totals, base::rows, base::scores, base::started,
-      base::task, base::unit, base::v_back, base::v_dim, base::v_pairs, base::w, base::widens, base::width, base::zeros;
+  using base::c, base::care, base::copy_rows, base::direct, base::factors, base::first_tile, base::has_pairs,
+      base::has_tiles, base::has_unit, base::heads, base::in_order, base::in_place, base::is_usual, base::k_dim,
+      base::keys_at_once, base::kv_head, base::leaves_out, base::many_registers, base::most_rows,
+      base::most_rows_of_pairs, base::no_gaps, base::on_unit, base::out, base::padded_rows, base::place_of,
+      base::place_of_pair, base::places, base::q_row, base::q_rows, base::row_max, base::row_sums, base::row_totals,
+      base::rows, base::scores, base::started, base::task, base::unit, base::v_back, base::v_dim, base::v_pairs,
+      base::w, base::widens, base::width, base::zeros;
   using typename base::T;
 
   static constexpr bool may_ask_own = many_registers && !widens;
@@ -472,7 +473,8 @@ struct decode_task : step_weights<D> {
     for (int64_t i = 0; i < rows; ++i, to.step(c)) {
       if ((wanted >> i & 1U) == 0) continue;
       const int64_t r = h * padded_rows + i;
-      const vec<T> times(end_row(r, (kv_head + h) * c.group + to.of.member, to.of.query, careful ? T(1) / care[i] : T(1)));
+      const vec<T> times(
+          end_row(r, (kv_head + h) * c.group + to.of.member, to.of.query, careful ? T(1) / care[i] : T(1)));
       T* const values = out + r * dims;
       if (careful) limit_sums<T>(values, w, dims / w, times);
       void* const row = to.at;

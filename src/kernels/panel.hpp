@@ -506,8 +506,7 @@ MH_INLINE vec<typename D::real> end_rows(const kernel_call& c, const kernel_task
 // Divides, transposes and stores a panel. False: something is not finite. care: see end_rows.
 template <class D>
 __attribute__((noinline)) bool finish_panel(const kernel_call& c, const kernel_task& task, int64_t kv_head,
-                                            const panel<typename D::real>& x,
-                                            const typename D::real* care = nullptr) {
+                                            const panel<typename D::real>& x, const typename D::real* care = nullptr) {
   using T = typename D::real;
   constexpr int64_t w = lanes<T>;
   finite_check<T> finite;
