@@ -270,7 +270,8 @@ bool plainly_good(const problem& p, const mh_tensors& t) noexcept {
   // One by one: t was just written by vectors, from which a load of parts of two would wait.
   const auto address_at = [&t](int place) {
     uintptr_t address;
-    std::memcpy(&address, reinterpret_cast<const char*>(&t) + sizeof t.struct_size + place * sizeof address,
+    std::memcpy(&address,
+                reinterpret_cast<const char*>(&t) + sizeof t.struct_size + static_cast<size_t>(place) * sizeof address,
                 sizeof address);
     return address;
   };

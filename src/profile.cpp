@@ -119,7 +119,7 @@ struct thread_place {
     if (session == 0) return;
     profile_session* joined = join();
     if (joined == nullptr) return;
-    if (joined->number == session && index >= 0) finish(joined->threads[index]);
+    if (joined->number == session && index >= 0) finish(joined->thread_at(index));
     users.fetch_sub(1);
   }
 };
@@ -154,7 +154,7 @@ int32_t profile_session::this_thread() noexcept {
   place.random = static_cast<uint64_t>(index);
   if (place.index < 0) return -1;
   skipped[index].calls.store(0, std::memory_order_relaxed);
-  thread_record& thread = threads[index];
+  thread_record& thread = thread_at(index);
   thread.id = thread_id();
   thread.problem = -1;
   thread.random = static_cast<uint64_t>(index);
@@ -232,7 +232,7 @@ void watched_call::begin(const watched_call* within) noexcept {
     s.lost_calls.fetch_add(1);
     return;
   }
-  const int64_t problem = plan_ != nullptr ? s.problem_of(*plan_, s.threads[thread]) : -1;
+  const int64_t problem = plan_ != nullptr ? s.problem_of(*plan_, s.thread_at(thread)) : -1;
   const int64_t index = plan_ != nullptr && problem < 0 ? -1 : s.calls.take();
   if (index < 0) return;
   record_ = &s.calls[index];
@@ -306,7 +306,7 @@ void watched_worker::start(const watched_stage& stage, int64_t worker) noexcept 
   to_detailed_ = -1;
   if (w.what != phase_count) return;
   // Any of its tasks: not always the first. Whoever does more than its share comes to it.
-  thread_record& thread = s.threads[w.thread];
+  thread_record& thread = s.thread_at(w.thread);
   if (stage.call_->looked_into_ || last_ >= thread.next_detailed)
     to_detailed_ = static_cast<int64_t>(next_random(thread.random) % static_cast<uint64_t>(stage.tasks_each_));
 }
@@ -322,7 +322,7 @@ void watched_worker::begin_detailed() noexcept {
 
 void watched_worker::end_run() noexcept {
   profile_session& s = *session_;
-  thread_record& thread = s.threads[record_->thread];
+  thread_record& thread = s.thread_at(record_->thread);
   const uint64_t begin = last_, end = detailed_ ? clock_.last : read_ticks(), total = end - begin;
   record_->busy += total;
   record_->tasks += pending_;
@@ -395,8 +395,8 @@ static bool stop_profile(profile_session& session, double patience) {
   session.seconds = seconds_now() - session.start;
   session.ticks = read_ticks() - session.start_ticks;
   for (int32_t i = 0; i < session.thread_count.load(); ++i) {
-    finish(session.threads[i]);
-    session.threads[i].skipped = skipped[i].calls.load(std::memory_order_relaxed);
+    finish(session.thread_at(i));
+    session.thread_at(i).skipped = skipped[i].calls.load(std::memory_order_relaxed);
   }
   return true;
 }

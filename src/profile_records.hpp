@@ -108,6 +108,7 @@ struct profile_session {
   uint64_t start_ticks, ticks = 0;
   const double look;  // the ticks of a look at the clock
 
+  thread_record& thread_at(int32_t index) const noexcept { return threads[static_cast<size_t>(index)]; }
   int64_t problem_of(const plan& plan, thread_record& thread) noexcept;
   // This thread's place among `threads`.
   int32_t this_thread() noexcept;

@@ -74,7 +74,7 @@ void add_call(json& out, const profile_session& s, const call_record& call, cons
     out.key("isa").value(p.table->isa).key("route").value(route_names[p.kernel]);
     out.key("flops").value(p.flops).key("bytes").value(p.bytes);
   }
-  out.key("thread").value(s.threads[call.thread].id).key("threads").value(call.threads);
+  out.key("thread").value(s.thread_at(call.thread).id).key("threads").value(call.threads);
   out.key("start").value(call.start).key("seconds").value(call.seconds);
   out.key("stands_for").value(call.stands_for);
   const bool whole = !call.missing.load();
@@ -98,7 +98,7 @@ void add_summary(json& out, const profile_session& s, double per_tick) {
   out.raw("{").key("version").value(MH_VERSION_MAJOR * 10000 + MH_VERSION_MINOR * 100 + MH_VERSION_PATCH);
   out.key("seconds").value(s.seconds);
   int64_t calls_skipped = 0;
-  for (int32_t i = 0; i < thread_count; ++i) calls_skipped += s.threads[i].skipped;
+  for (int32_t i = 0; i < thread_count; ++i) calls_skipped += s.thread_at(i).skipped;
   out.key("calls_skipped").value(calls_skipped);
   out.key("calls_dropped").value(s.calls.dropped() + s.lost_calls.load());
   out.key("tasks_dropped").value(s.tasks.dropped());
@@ -120,10 +120,10 @@ void add_summary(json& out, const profile_session& s, double per_tick) {
   out.key("threads").raw("[");
   for (int32_t i = 0; i < thread_count; ++i) {
     const work& w = of_threads[static_cast<size_t>(i)];
-    out.item().raw("{").key("thread").value(s.threads[i].id).key("tasks").value(w.tasks);
+    out.item().raw("{").key("thread").value(s.thread_at(i).id).key("tasks").value(w.tasks);
     add_phases(out, &w, per_tick, s.seconds);
     out.key("counters");
-    s.counters ? add_counters(out, s.threads[i].counted) : void(out.raw("null"));
+    s.counters ? add_counters(out, s.thread_at(i).counted) : void(out.raw("null"));
     out.raw("}");
   }
   out.raw("]").key("calls").raw("[");
@@ -141,7 +141,7 @@ void add_slice(json& out, const char* name, const char* kind, int64_t thread, do
 void add_task(json& out, const profile_session& s, const task_record& task, double per_tick) {
   const worker_record& worker = s.workers[task.worker.load(std::memory_order_acquire) - 1];
   const auto seconds = [per_tick](uint64_t ticks) { return static_cast<double>(ticks) * per_tick; };
-  const int64_t thread = s.threads[worker.thread].id;
+  const int64_t thread = s.thread_at(worker.thread).id;
   const bool kernel = worker.what == phase_count;
   double start = seconds(task.begin);
   add_slice(out, kernel ? "task" : phase_names[worker.what], "task", thread, start, seconds(task.end - task.begin));
@@ -172,7 +172,7 @@ void add_trace(json& out, const profile_session& s, double per_tick) {
   for (int64_t i = 0; i < s.calls.kept(); ++i) {
     const call_record& call = s.calls[i];
     if (!call.done) continue;
-    add_slice(out, title_of(s, call).c_str(), "call", s.threads[call.thread].id, call.start, call.seconds);
+    add_slice(out, title_of(s, call).c_str(), "call", s.thread_at(call.thread).id, call.start, call.seconds);
     out.key("args").raw("{").key("call").value(i).key("threads").value(call.threads);
     out.key("stands_for").value(call.stands_for).raw("}}");
   }

@@ -581,7 +581,7 @@ TEST_CASE_TEMPLATE("masks and options", Number, float, double, bf16, f16) {
   }
   SUBCASE("key mask") {
     f.key_mask.assign(18, 1);
-    for (const size_t i : {1, 2, 12, 17}) f.key_mask[i] = 0;
+    for (const size_t i : {1U, 2U, 12U, 17U}) f.key_mask[i] = 0;
     f.c.key_mask = f.key_mask.data();
   }
   SUBCASE("seqused_k") {

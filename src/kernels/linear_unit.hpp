@@ -236,7 +236,7 @@ struct linear_unit_task {
       float* const to = sums + (of_f32 ? row % (2 * unit_rows) : row) * unit_rows;
       const unit_a x_at{x_from(row, step % (unit_reach / unit_step)), x_part, x_step, x_row};
       const auto* next_x = reinterpret_cast<const char*>(x_at.base + x_steps * parts * block);
-      const auto meanwhile = [&adding, &next, &next_x, lines]() MH_INLINE_LAMBDA {
+      const auto meanwhile = [&]() MH_INLINE_LAMBDA {
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {
           adding.step();

@@ -387,7 +387,7 @@ MH_INLINE row_walk<char> rows_of_results(const kernel_call& c, const kernel_task
   if (c.chunks > 1) {
     auto* out = static_cast<typename D::real*>(c.partial_out);
     out += (task.chunk * c.batch * c.heads * c.q_len + row_index(c, task.batch, head, 0)) * c.v_dim;
-    const auto size = static_cast<int64_t>(c.v_dim * sizeof(*out));
+    const int64_t size = c.v_dim * static_cast<int64_t>(sizeof(*out));
     return {c, row, reinterpret_cast<char*>(out), c.q_len * size, size};
   }
   auto* out = static_cast<typename D::storage*>(c.out) + task.batch * c.out_strides[0] + head * c.out_strides[1];
