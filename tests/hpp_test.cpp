@@ -4,6 +4,8 @@
 
 #include <doctest/doctest.h>
 
+#include <pthread.h>
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <type_traits>
@@ -255,26 +257,6 @@ TEST_CASE("lines and profiles") {
   const manyhead::profile again;
 }
 
-// In each state that a host may be in, on one thread and on all.
-template <typename Call>
-void check_fp_state(Call&& call) {
-  using namespace manyhead::test;
-  const uint64_t own = fp_state();
-  const std::vector<unsigned char> want = call(1);
-  INFO(std::string(mh_last_error()));
-  CHECK(!want.empty());
-  for (const uint64_t state : fp_states) {
-    for (const int32_t threads : {1, 0}) {
-      set_fp_state(state);
-      const std::vector<unsigned char> got = call(threads);
-      const uint64_t after = fp_state();
-      set_fp_state(own);
-      CHECK(after == state);
-      CHECK(got == want);
-    }
-  }
-}
-
 // Random numbers of either sign as the type's bits: of 1 to 2, or denormal.
 std::vector<unsigned char> random_bits(int32_t dtype, size_t count, uint32_t seed, bool denormal = false) {
   const size_t size = mh_dtype_size(dtype);
@@ -290,58 +272,150 @@ std::vector<unsigned char> random_bits(int32_t dtype, size_t count, uint32_t see
   return bytes;
 }
 
-TEST_CASE("the floating-point state stays the caller's, and does not matter") {
-  for (const char* line :
-       {"f32 b2 h4/2 q130 kv300 d64 causal align=br", "f32 b1 h8/2 q1 kv5000 d64", "f32 b1 h2 q5 kv9 d8",
-        "f64 b1 h2 q5 kv9 d48", "bf16 b1 h2 q70 kv90 d64", "f16 b1 h2 q3 kv90 d64"}) {
-    INFO(std::string(line));
-    mh_problem p = manyhead::make<mh_problem>();
+// Arrays for the problem of a line, and a call of it. Planned anew each time: of 1 / sqrt(48), a scale, the last bit depends on
+// the rounding, and that of its product with log2(e).
+struct attention_call {
+  mh_problem p = manyhead::make<mh_problem>();
+  std::vector<unsigned char> q, k, v, mask, out;
+  std::vector<double> bias, lse, weights;  // room for any type
+
+  explicit attention_call(const char* line, bool denormal = false) {
     REQUIRE(mh_problem_parse(line, &p, nullptr) == MH_OK);
-    const auto count = [&](int64_t heads, int64_t length) {
-      return static_cast<size_t>(p.batch * heads * length * p.head_dim);
-    };
-    const bool denormal = p.kv_len == 5000;
     const int64_t kv_heads = p.kv_heads > 0 ? p.kv_heads : p.heads;
-    const auto q = random_bits(p.dtype, count(p.heads, p.q_len), 1),
-               k = random_bits(p.dtype, count(kv_heads, p.kv_len), 2),
-               v = random_bits(p.dtype, count(kv_heads, p.kv_len), 3, denormal);
-    check_fp_state([&](int32_t threads) {
-      std::vector<unsigned char> out(q.size());
-      mh_tensors t = manyhead::make<mh_tensors>();
-      t.q = q.data(), t.k = k.data(), t.v = v.data(), t.out = out.data();
-      // Planned anew: the scale of 1 / sqrt(48) is rounded up, and its product with log2(e) down.
-      const mh_exec exec = manyhead::with_threads(threads);
-      mh_plan* plan = nullptr;
-      mh_status status = mh_plan_create(&p, &plan);
-      if (status == MH_OK) status = mh_plan_run(plan, &t, &exec);
-      mh_plan_destroy(plan);
-      if (status != MH_OK) out.clear();
-      return out;
-    });
+    const auto count = [&](int64_t heads, int64_t length, int64_t dim) {
+      return static_cast<size_t>(p.batch * heads * length * dim);
+    };
+    q = random_bits(p.dtype, count(p.heads, p.q_len, p.head_dim), 1);
+    k = random_bits(p.dtype, count(kv_heads, p.kv_len, p.head_dim), 2);
+    v = random_bits(p.dtype, count(kv_heads, p.kv_len, p.head_dim), 3, denormal);
+    out.resize(q.size());
+    const size_t pairs = count(p.heads, p.q_len, p.kv_len);
+    mask.assign(pairs, 1);
+    bias.resize(pairs);
+    weights.resize(pairs);
+    lse.resize(count(p.heads, p.q_len, 1));
   }
-  for (const int32_t dtype : {MH_DTYPE_F32, MH_DTYPE_F64, MH_DTYPE_BF16, MH_DTYPE_F16}) {
-    constexpr int64_t embed = 192;
-    const auto w = random_bits(dtype, embed * embed, 4);
+  bool run(int32_t threads) {
+    std::fill(out.begin(), out.end(), static_cast<unsigned char>(0xa5));
+    mh_tensors t = manyhead::make<mh_tensors>();
+    t.q = q.data(), t.k = k.data(), t.v = v.data(), t.out = out.data();
+    if ((p.inputs & MH_INPUT_MASK) != 0) t.mask = mask.data();
+    if ((p.inputs & MH_INPUT_BIAS) != 0) t.bias = bias.data();
+    if ((p.outputs & MH_OUTPUT_LSE) != 0) t.lse = lse.data();
+    if ((p.outputs & MH_OUTPUT_WEIGHTS) != 0) t.weights = weights.data();
+    const mh_exec exec = manyhead::with_threads(threads);
+    mh_plan* plan = nullptr;
+    const bool done = mh_plan_create(&p, &plan) == MH_OK && mh_plan_run(plan, &t, &exec) == MH_OK;
+    mh_plan_destroy(plan);
+    return done;
+  }
+};
+
+// A layer, made anew each time, and a call of it.
+struct layer_call {
+  static constexpr int64_t embed = 192;
+  int32_t dtype;
+  int64_t length;
+  std::vector<unsigned char> w = random_bits(dtype, embed* embed, 4);
+  std::vector<unsigned char> x = random_bits(dtype, static_cast<size_t>(length* embed), 5), out = x;
+
+  bool run(int32_t threads) {
+    std::fill(out.begin(), out.end(), static_cast<unsigned char>(0xa5));
     mh_mha_weights weights = manyhead::make<mh_mha_weights>();
     weights.dtype = dtype;
     weights.embed_dim = embed, weights.heads = 3;
     weights.w_q = weights.w_k = weights.w_v = weights.w_o = w.data();
     weights.b_q = weights.b_o = w.data();
-    for (const int64_t length : {2, 70}) {
-      const auto x = random_bits(dtype, static_cast<size_t>(length * embed), 5);
-      check_fp_state([&](int32_t threads) {
-        std::vector<unsigned char> out(x.size());
-        mh_mha_call call = manyhead::make<mh_mha_call>();
-        call.batch = 1, call.q_len = call.kv_len = length;
-        call.x_q = x.data(), call.out = out.data();
-        const mh_exec exec = manyhead::with_threads(threads);
-        mh_mha* mha = nullptr;
-        mh_status status = mh_mha_create(&weights, &mha);
-        if (status == MH_OK) status = mh_mha_run(mha, &call, &exec);
-        mh_mha_destroy(mha);
-        if (status != MH_OK) out.clear();
-        return out;
-      });
+    mh_mha_call call = manyhead::make<mh_mha_call>();
+    call.batch = 1, call.q_len = call.kv_len = length;
+    call.x_q = x.data(), call.out = out.data();
+    const mh_exec exec = manyhead::with_threads(threads);
+    mh_mha* mha = nullptr;
+    const bool done = mh_mha_create(&weights, &mha) == MH_OK && mh_mha_run(mha, &call, &exec) == MH_OK;
+    mh_mha_destroy(mha);
+    return done;
+  }
+};
+
+constexpr mh_dtype dtypes[] = {MH_DTYPE_F32, MH_DTYPE_F64, MH_DTYPE_BF16, MH_DTYPE_F16};
+
+// In each state that a host may be in, on one thread and on all.
+template <typename Call>
+void check_fp_state(Call&& call) {
+  using namespace manyhead::test;
+  const uint64_t own = fp_state();
+  REQUIRE(call.run(1));
+  const std::vector<unsigned char> want = call.out;
+  for (const uint64_t state : fp_states) {
+    for (const int32_t threads : {1, 0}) {
+      set_fp_state(state);
+      const bool done = call.run(threads);
+      const uint64_t after = fp_state();
+      set_fp_state(own);
+      CHECK(done);
+      CHECK(after == state);
+      CHECK(call.out == want);
     }
   }
 }
+
+TEST_CASE("the floating-point state stays the caller's, and does not matter") {
+  for (const char* line : {"f32 b2 h4/2 q130 kv300 d64 causal align=br", "f32 b1 h2 q5 kv9 d8", "f64 b1 h2 q5 kv9 d48",
+                           "bf16 b1 h2 q70 kv90 d64", "f16 b1 h2 q3 kv90 d64"}) {
+    INFO(std::string(line));
+    check_fp_state(attention_call(line));
+  }
+  check_fp_state(attention_call("f32 b1 h8/2 q1 kv5000 d64", true));
+  for (const mh_dtype dtype : dtypes) {
+    for (const int64_t length : {2, 70}) check_fp_state(layer_call{dtype, length});
+  }
+}
+
+#if defined(__linux__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+// How much of its stack a thread needs for this, its own data included.
+template <typename Call>
+size_t stack_of(Call&& call) {
+  constexpr size_t size = 1 << 20;
+  constexpr unsigned char untouched = 0xc3;
+  std::vector<unsigned char> memory(size + 4096, untouched);
+  auto* const stack = memory.data() + (4096 - reinterpret_cast<uintptr_t>(memory.data()) % 4096);
+  pthread_attr_t attributes;
+  pthread_attr_init(&attributes);
+  REQUIRE(pthread_attr_setstack(&attributes, stack, size) == 0);
+  struct work {
+    Call& call;
+    bool done;
+  } w{call, false};
+  pthread_t thread;
+  const auto body = [](void* given) -> void* {
+    auto* const each = static_cast<work*>(given);
+    each->done = each->call.run(1);
+    return nullptr;
+  };
+  REQUIRE(pthread_create(&thread, &attributes, body, &w) == 0);
+  pthread_join(thread, nullptr);
+  pthread_attr_destroy(&attributes);
+  CHECK(w.done);
+  return static_cast<size_t>(stack + size -
+                             std::find_if(stack, stack + size, [](unsigned char x) { return x != untouched; }));
+}
+
+TEST_CASE("calls need no more stack than the header says") {
+  for (const mh_dtype dtype : dtypes) {
+    for (const char* shape :
+         {" b1 h2 q200 kv600 d128 causal align=br softcap=20 mask bias lse weights", " b1 h8/2 q1 kv5000 d64",
+          " b2 h8/2 q3 kv300 d128 mask bias lse weights", " b1 h2 q70 kv90 d40"}) {
+      const std::string line = mh_dtype_name(dtype) + std::string(shape);
+      const size_t used = stack_of(attention_call(line.c_str()));
+      INFO(line);
+      CHECK(used <= 128 << 10);
+    }
+    for (const int64_t length : {2, 70}) {
+      const size_t used = stack_of(layer_call{dtype, length});
+      CAPTURE(dtype);
+      CAPTURE(length);
+      CHECK(used <= 128 << 10);
+    }
+  }
+}
+#endif

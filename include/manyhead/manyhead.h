@@ -23,6 +23,7 @@
  *  - A weight is 2^x, with x = log2(e) times the score less the largest of its row. 2^x is within 1 unit in the last place, and
  *    rounding x, which grows with it, adds up to |x| / 2 units. Where a matrix unit multiplies 2^x is within 1e-7, in bf16
  *    3e-6. What is below 2^-100 of the largest of its row (f64: 2^-996) is 0.
+ *  - A call needs at most 128 KB of stack, on each thread that works on it.
  *  - All functions may be called from several threads at once. Nothing aborts, throws, or changes the caller's
  *    floating-point state. Nothing prints, but what the environment variables MH_VERBOSE and MH_PROFILE ask for.
  */
