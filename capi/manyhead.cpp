@@ -195,7 +195,8 @@ const manyhead::kernel_table& probed_isa(const char* name) {
 
 void check_probe(const char* name, double seconds, const double* result) {
   if (result == nullptr) invalid(name, " is NULL");
-  if (!(seconds > 0 && seconds <= 3600)) invalid("seconds is ", seconds, ", must be above 0 and at most 3600");
+  const volatile double given = seconds;  // in memory: see fp_state.hpp
+  if (!(given > 0 && given <= 3600)) invalid("seconds is ", seconds, ", must be above 0 and at most 3600");
 }
 
 void check_probe_threads(int32_t threads) {
@@ -260,7 +261,11 @@ const char* mh_isa_name(int32_t isa) {
   return table != nullptr ? table->isa : nullptr;
 }
 
-int32_t mh_isa_supported(int32_t isa) { return manyhead::isa_supported(isa) ? 1 : 0; }
+int32_t mh_isa_supported(int32_t isa) {
+  int32_t supported = 0;
+  guarded([&] { supported = manyhead::isa_supported(isa) ? 1 : 0; });
+  return supported;
+}
 
 const char* mh_isa_current(void) {
   const char* name = nullptr;
@@ -272,7 +277,11 @@ mh_status mh_set_isa(const char* name) {
   return guarded([&] { manyhead::set_isa(name); });
 }
 
-int32_t mh_threads(void) { return manyhead::max_threads(); }
+int32_t mh_threads(void) {
+  int32_t threads = 1;
+  guarded([&] { threads = manyhead::max_threads(); });
+  return threads;
+}
 
 mh_status mh_set_threads(int32_t threads) {
   return guarded([&] {
@@ -370,15 +379,16 @@ mh_status mh_plan_measure(const mh_plan* plan, const mh_tensors* tensors, const 
     if (times == nullptr) invalid("times is NULL");
     if (runs == nullptr) invalid("runs is NULL");
     check_at_least("most", most, 1);
-    if (!(seconds >= 0 && seconds <= 3600)) invalid("seconds is ", seconds, ", must be 0..3600");
+    const volatile double given = seconds;  // in memory: see fp_state.hpp
+    if (!(given >= 0 && given <= 3600)) invalid("seconds is ", seconds, ", must be 0..3600");
     int64_t n = 0;
-    for (double total = 0; n == 0 || (n < most && total < seconds); ++n) {
+    for (double total = 0; n == 0 || (n < most && total < given);) {
       const auto start = std::chrono::steady_clock::now();
       run(plan->plan, tensors, exec);
       times[n] = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
       total += times[n];
+      *runs = ++n;
     }
-    *runs = n;
   });
 }
 

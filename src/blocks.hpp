@@ -13,10 +13,10 @@ constexpr int64_t blocks(int64_t n, int64_t size) {
 constexpr int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
 // Bytes of so many things of `each` bytes, or more than any machine has: plans are made of problems of any lengths.
+inline constexpr int64_t too_many_bytes = int64_t{1} << 50;
 constexpr int64_t bytes_of(int64_t count, int64_t each) {
-  constexpr int64_t most = int64_t{1} << 50;
   int64_t bytes = 0;
-  return __builtin_mul_overflow(count, each, &bytes) ? most : std::min(bytes, most);
+  return __builtin_mul_overflow(count, each, &bytes) ? too_many_bytes : std::min(bytes, too_many_bytes);
 }
 
 }  // namespace manyhead

@@ -47,7 +47,7 @@ int64_t rows_weighed(const plan& plan) {
       rows = std::min(rows, plan.panel_rows * (plan.kernel == route_matrix || plan.copy_kv ? 4 : 2));
   }
   if (!means(p)) return rows;
-  // Panels of a unit hold the same rows as without: one that is not finite is done again with those beside it.
+  // Whole groups, and whole panels of a unit.
   return round_up(rows, plan.kernel == route_matrix ? std::lcm(plan.panel_rows, p.group()) : p.group());
 }
 

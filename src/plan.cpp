@@ -127,8 +127,10 @@ void choose_memory(plan& plan) {
   const problem& p = plan.p;
   const dtype_kernels& kernels = plan.table->dtype[p.dtype];
   const int64_t real = real_size(p.dtype);
+  constexpr int64_t most_dims = int64_t{1} << 40;  // of one row in memory; scratch has a few thousand
   const auto takes = [&](route of, const kernel_call& call, int64_t rows) {
-    plan.scratch_bytes = std::max(plan.scratch_bytes, kernels.scratch_bytes[of](call, rows));
+    const bool fits = p.head_dim <= most_dims && p.v_dim <= most_dims;
+    plan.scratch_bytes = std::max(plan.scratch_bytes, fits ? kernels.scratch_bytes[of](call, rows) : too_many_bytes);
   };
   takes(plan.kernel, plan.call, plan.block_q * plan.heads_at_once);
   if (plan.last_rows > 0) takes(route_decode, last_call(plan, plan.call), plan.last_rows);
@@ -140,8 +142,8 @@ void choose_memory(plan& plan) {
   constexpr int64_t state_bytes = 2 * sizeof(double);
   const int64_t all_rows = p.batch * p.heads * p.q_len;
   if (plan.chunks > 1) {
-    plan.partial_out_bytes = round_up(plan.chunks * all_rows * p.v_dim * real, 64);
-    plan.partial_state_bytes = round_up(plan.chunks * all_rows * state_bytes, 64);
+    plan.partial_out_bytes = round_up(bytes_of(plan.chunks, bytes_of(all_rows, bytes_of(p.v_dim, real))), 64);
+    plan.partial_state_bytes = round_up(bytes_of(plan.chunks, bytes_of(all_rows, state_bytes)), 64);
   }
   if (plan.keeps == keeping::of_all) plan.kept_bytes = bytes_of(all_rows, kept_row_bytes(p));
   if (p.has_output(MH_OUTPUT_COLUMN_SUMS)) {

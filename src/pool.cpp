@@ -11,6 +11,7 @@
 #include <optional>
 
 #include "crew.hpp"
+#include "fp_state.hpp"
 #include "machine.hpp"
 
 #if MH_WITH_TBB
@@ -169,7 +170,10 @@ place& place_of(int64_t threads) {
 
 void spread(int64_t n, const mh_exec& exec, mh_task_fn fn, void* arg) {
   if (n == 1) return fn(arg, 0);
-  if (exec.parallel_for != nullptr) return exec.parallel_for(exec.parallel_ctx, n, fn, arg);
+  if (exec.parallel_for != nullptr) {
+    const default_fp_state fp;  // again when the host's function returns: what waits in it may run others' work
+    return exec.parallel_for(exec.parallel_ctx, n, fn, arg);
+  }
 #if MH_WITH_TBB
   place_of(usable_threads(exec)).spread(n, fn, arg);
 #else

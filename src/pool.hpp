@@ -8,7 +8,7 @@
 
 namespace manyhead {
 
-// What exec.threads asks for; 0 is the default, mh_threads().
+// What exec.threads says; 0 is the default, mh_threads(). What a call asks for has been cut to the cap (machine.hpp: allowed_threads).
 int32_t wanted_threads(int32_t threads);
 
 // As far as there are so many.

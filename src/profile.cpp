@@ -23,6 +23,7 @@
 #include "blocks.hpp"
 #include "check.hpp"
 #include "fork.hpp"
+#include "fp_state.hpp"
 #include "kernels/ticks.hpp"
 #include "machine.hpp"
 #include "problem_line.hpp"
@@ -433,6 +434,7 @@ std::string with_process_id(std::string path) {
 
 void write_trace() {
   if (process_id() != trace.process) return;  // a child that was forked: the file is its parent's
+  const default_fp_state fp;
   profile_session* session = active.load();
   if (session != nullptr && !stop_profile(*session, 1.0)) {
     std::fprintf(stderr, "manyhead: MH_PROFILE: calls were still running when the process ended; nothing is written\n");

@@ -6,7 +6,7 @@
 
 namespace manyhead {
 
-// How many threads a run would use at most, given exec.threads (0 = default).
+// How many threads a run would use at most, given exec.threads (0 = default), whatever the cap.
 int32_t thread_count(const plan& plan, int32_t threads);
 int64_t workspace_bytes(const plan& plan, int32_t threads);
 

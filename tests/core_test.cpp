@@ -267,7 +267,11 @@ TEST_CASE("the process-wide cap holds") {
   set_max_threads(3);
   CHECK(thread_count(plan, 0) == 3);
   CHECK(thread_count(plan, 2) == 2);
+  CHECK(allowed_threads(0) == 3);
+  CHECK(allowed_threads(2) == 2);
+  CHECK(allowed_threads(7) == 3);
   set_max_threads(0);
+  CHECK(allowed_threads(before + 7) == before + 7);
   CHECK(max_threads() == before);
   CHECK(thread_count(plan_of("f32 b1 h8 q10 kv10 d64"), 7) == 1);  // waking threads would take longer than the work
 }

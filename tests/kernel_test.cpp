@@ -526,6 +526,7 @@ TEST_CASE("what keys hold changes no bit of rows that do not attend them") {
         const double tiny = c.p.dtype == MH_DTYPE_F64 ? 1e-304 : c.p.dtype == MH_DTYPE_F16 ? 1e-6 : 1e-34;
         c.v.each([&](const index4& i) {
           if (i[3] % 5 == 2) c.v.set(i, tiny * c.v.get(i));
+          if (i[3] % 5 == 4) c.v.set(i, -0.0);
         });
         // Of each head two keys that fewest rows attend, of one of them some do.
         std::set<std::array<int64_t, 3>> changed;
@@ -575,6 +576,9 @@ TEST_CASE("what keys hold changes no bit of rows that do not attend them") {
             });
           };
           fill(c.v, 1);
+          c.v.each([&](const index4& i) {  // 0 times it is a zero of its sign
+            if (changed.contains({i[0], i[1], i[2]}) && i[3] % 5 == 4) c.v.set(i, std::isnan(held) ? 1 : -1);
+          });
           CHECK(same_bits(bits(), as_it_is));
           fill(c.k, 3);
           CHECK(same_bits(bits(), as_it_is));
@@ -897,6 +901,34 @@ void check_merge(const kernel_table& table, int32_t dtype, bool from_real, int64
   for (const tensor* x : {&out, &lse}) {
     x->each([&](const index4& i) { std::memset(x->place(i), canary_byte, tensor::size_of(x->type)); });
     CHECK(x->memory.holds_only(canary_byte));
+  }
+}
+
+// The shares of states are rounded, and may add up to more than 1.
+TEST_CASE("the largest number averages to itself, split and merged too") {
+  for (const kernel_table* table : chosen.tables) {
+    for (const char* dtype : dtype_names) {
+      CAPTURE(table->isa);
+      CAPTURE(std::string(dtype));
+      test_case c(parse_problem(dtype + std::string(" b1 h16 q4 kv20000 d8")));
+      const double largest = largest_of(c.p.dtype), infinite = HUGE_VAL;
+      // Of one dim a key in the middle is infinite, of another two of either sign.
+      c.v.each([&](const index4& i) {
+        const bool middle = i[2] == 9000 || i[2] == 15000;
+        c.v.set(i, middle && i[3] == 1   ? infinite
+                   : middle && i[3] == 2 ? (i[2] == 9000 ? infinite : -infinite)
+                                         : largest);
+      });
+      const plan plan = make_plan(c.p, *table, large_l2);
+      REQUIRE(plan.chunks > 1);
+      run(c, plan);
+      c.out.each([&](const index4& i) {
+        const double x = c.out.get(i);
+        CHECK((i[3] == 1   ? x == infinite
+               : i[3] == 2 ? std::isnan(x)
+                           : std::fabs(x / largest - 1) < 1e-4 && x <= largest));
+      });
+    }
   }
 }
 

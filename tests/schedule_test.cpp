@@ -234,7 +234,6 @@ TEST_CASE("tasks that make weights cover each row once, and of means whole queri
       const problem& p = plan.p;
       REQUIRE(plan.keeps == keeping::of_task);
       const int64_t rows = p.group() * p.q_len;
-      // Of rows that share a panel with one that is not finite denormal products may have other bits: the same panels for all.
       const int64_t tasks = schedule(plan, 1).tasks();
       for (const int64_t workers : {1, 2, 16, 1000}) {
         INFO(std::string(text), " ", std::string(table->isa), " ", workers);

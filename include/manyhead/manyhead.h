@@ -255,9 +255,9 @@ typedef struct mh_openmp {
 
 typedef struct mh_exec {
   size_t struct_size;
-  int32_t
-      threads; /* most threads for this call, as far as a cap (mh_set_threads) allows; 0 = mh_threads(), 1 = serial, on
-                        the calling thread alone */
+  /* Most threads for this call, and no more than a cap (mh_set_threads or MH_THREADS) allows; 0 = mh_threads(), 1 = serial, on
+   * the calling thread alone. */
+  int32_t threads;
   int32_t reserved0; /* 0 */
   mh_parallel_for_fn
       parallel_for; /* NULL = openmp's threads, else oneTBB's; those of the caller's arena, if that is smaller than oneTBB's default one */

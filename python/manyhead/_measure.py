@@ -16,9 +16,8 @@ import numpy as np
 from . import _abi
 from ._library import Owner, check, lib, text_of
 from ._profile import profile
+from ._runtime import capped, set_isa
 from ._runtime import isa as current_isa
-from ._runtime import machine, set_isa, set_threads
-from ._runtime import threads as default_threads
 
 _RANDOM = 1 << 20  # random numbers are drawn once for so many elements and then repeated
 
@@ -82,19 +81,15 @@ class Planned(Owner):
         self.problem: _abi.Problem = parse_problem(line)
         self._plan = c_void_p()
         before = current_isa() if isa is not None else None
-        most = default_threads() if threads else 0
         try:
             if isa is not None:
                 set_isa(isa)
-            if threads:
-                set_threads(threads)  # which a description is made for
-            check(lib.mh_plan_create(byref(self.problem), byref(self._plan)))
-            text = text_of(partial(lib.mh_plan_describe, self._plan, _abi.FORMAT_JSON))
+            with capped(threads):  # which a description is made for
+                check(lib.mh_plan_create(byref(self.problem), byref(self._plan)))
+                text = text_of(partial(lib.mh_plan_describe, self._plan, _abi.FORMAT_JSON))
         finally:
             if before is not None:
                 set_isa(before)
-            if threads:
-                set_threads(0 if most == machine()["cpus"] else most)
         self.plan: dict[str, Any] = json.loads(text)
         self.line: str = self.plan["problem"]
         self.flops: float = self.plan["flops"]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import operator
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from . import _attention
@@ -53,12 +56,31 @@ def threads() -> int:
     return lib.mh_threads()
 
 
+_cap: int | None = None  # as set here last
+
+
 def set_threads(threads: int) -> None:
     """Caps the threads of every call in the process; 0 removes the cap. Raises ValueError for a negative number."""
     threads = operator.index(threads)
     if not -(2**31) <= threads < 2**31:
         raise ValueError(f"threads is {threads}, must fit 32 bits")
     check(lib.mh_set_threads(threads))
+    global _cap
+    _cap = threads
+
+
+@contextmanager
+def capped(threads: int) -> Iterator[None]:
+    """Another cap for a while; 0 leaves the one that there is."""
+    if not threads:
+        yield
+        return
+    before = _cap if _cap is not None else lib.mh_threads() if os.environ.get("MH_THREADS") else 0
+    set_threads(threads)
+    try:
+        yield
+    finally:
+        set_threads(before)
 
 
 def machine() -> dict[str, Any]:

@@ -66,14 +66,22 @@ def test_threads(restored):
             manyhead.set_threads(wrong)
     assert manyhead.threads() == 3
     q = np.zeros((1, 64, 64, 64), np.float32)
-    for cap, most in ((1, 1), (0, 2)):
+    for cap in (1, 0):
         manyhead.set_threads(cap)
         with manyhead.profile() as profile:
             manyhead.attention(q, q, q, threads=2)
-        assert profile.calls[0]["threads"] == most
+        assert profile.calls[0]["threads"] == (1 if cap == 1 else min(2, manyhead.threads()))
     code = "import manyhead as m; n = m.threads(); m.set_threads(n + 1); print(n, m.threads() - n); m.set_threads(0)"
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     assert run_python(code + "; print(m.threads())").stdout.split() == [str(cpus), "1", str(cpus)]
+
+
+def test_a_cap_for_a_while():
+    ask = "from manyhead import _runtime as r; from manyhead._measure import Planned; n = r.threads(); "
+    plan = "plan = Planned('f32 b1 h64 q64 kv64 d64', threads=1); assert plan.plan['threads'] == 1; "
+    assert run_python(ask + plan + "print(r.threads() == n, r._cap)").stdout.split() == ["True", "0"]
+    assert run_python(ask + "r.set_threads(n); " + plan + "print(r._cap == n)").stdout.split() == ["True"]
+    assert run_python(ask + plan + "print(r._cap)", MH_THREADS="3").stdout.split() == ["3"]
 
 
 def test_the_environment():

@@ -479,7 +479,7 @@ struct decode_task : step_weights<D> {
       if (careful) limit_sums<T>(values, w, dims / w, times);
       void* const row = to.at;
       const auto value = [&](int64_t d) MH_INLINE_LAMBDA {
-        const vec<T> x = vec<T>::load_aligned(values + d) * times;
+        const vec<T> x = result_of<T>(vec<T>::load_aligned(values + d), times);
         finite.see(x);
         return x;
       };
@@ -572,11 +572,11 @@ struct decode_task : step_weights<D> {
     leaves_out = false;
   }
 
-  // See tile_task.
+  // The one head that there is now, as tile_task does a panel.
   __attribute__((noinline)) void attend_with_care() {
     for (int64_t r = 0; r < padded_rows; ++r) care[r] = T(1);
     attend_all<true, D>();
-    const uint32_t beyond = rows_not_finite(0);
+    const uint32_t beyond = rows_not_finite(0) & wanted;
     for (int64_t r = 0; r < rows; ++r) care[r] = (beyond >> r & 1U) != 0 ? factor_of_care<T>(c.kv_len) : T(1);
     if (beyond != 0) attend_all<true, D>();
     finish(0, true);

@@ -117,7 +117,7 @@ struct step_values : step_scores<D> {
       for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
         for (int n = 0; n < V; ++n) {
-          const vec<T> x = acc[r][n] * vec<T>(factors[first_row + r]);
+          const vec<T> x = result_of<T>(acc[r][n], vec<T>(factors[first_row + r]));
           finite.see(x);
           store<T>(places[first_row + r] + place(n), x);
         }

@@ -8,6 +8,16 @@
 namespace manyhead::MH_ISA {
 namespace {
 
+// x, or where that is not finite twice its half, which ends at the largest number unless the half is infinite itself.
+template <class T>
+MH_INLINE vec<T> doubled_if_not_finite(vec<T> x, vec<T> half) {
+  constexpr T largest = -lowest<T>;
+  const vec<T> size = xsimd::abs(half), most(largest / 2);
+  const auto over = (size > most) & (size <= vec<T>(largest));
+  const vec<T> limited = xsimd::select(over, xsimd::select(half > vec<T>(T(0)), most, -most), half);
+  return xsimd::select(xsimd::abs(x) <= vec<T>(largest), x, limited + limited);
+}
+
 template <class From, class To>
 void merge_rows(const merge_args* a, int64_t begin, int64_t end) {
   using T = typename To::real;
@@ -50,12 +60,24 @@ void merge_rows(const merge_args* a, int64_t begin, int64_t end) {
       const int64_t n = min_of(block, a->v_dim - d);
       alignas(64) T sum[block] = {};
       alignas(64) T part[block] = {};
-      for (int64_t s = 0; s < a->states; ++s) {
-        const row_end x = state(s);
-        if (x.total == 0) continue;
-        const vec<T> share(static_cast<T>(size(x) / merged.total));
-        widen_row<From>(outs + s * a->outs_strides[0] + d * a->outs_strides[4], a->outs_strides[4], n, part);
-        for (int64_t i = 0; i < n; i += lanes<T>) store<T>(sum + i, xsimd::fma(load(part + i), share, load(sum + i)));
+      const auto add_up = [&](T* to, double of_share) {
+        for (int64_t s = 0; s < a->states; ++s) {
+          const row_end x = state(s);
+          if (x.total == 0) continue;
+          const vec<T> share(static_cast<T>(size(x) / merged.total * of_share));
+          widen_row<From>(outs + s * a->outs_strides[0] + d * a->outs_strides[4], a->outs_strides[4], n, part);
+          for (int64_t i = 0; i < n; i += lanes<T>) store<T>(to + i, xsimd::fma(load(part + i), share, load(to + i)));
+        }
+      };
+      add_up(sum, 1);
+      vec<T> zeros(T(0));
+      for (int64_t i = 0; i < n; i += lanes<T>) zeros = xsimd::fma(load(sum + i), vec<T>(T(0)), zeros);
+      if (!xsimd::all(zeros == vec<T>(T(0)))) {
+        // Shares are rounded, and may add up to more than 1: halves of results cannot run over where no part has.
+        alignas(64) T half[block] = {};
+        add_up(half, 0.5);
+        for (int64_t i = 0; i < n; i += lanes<T>)
+          store<T>(sum + i, doubled_if_not_finite<T>(load(sum + i), load(half + i)));
       }
       narrow_row<To>(sum, n, out + d * a->out_strides[3], a->out_strides[3]);
     }

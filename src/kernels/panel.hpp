@@ -429,7 +429,7 @@ MH_INLINE T factor_of_care(int64_t keys) {
 // After weighing with it: results are averages, so that what is beyond the largest number only because it is rounded is not.
 template <class T>
 __attribute__((noinline)) void limit_sums(T* sums, int64_t stride, int64_t n, vec<T> factors) {
-  constexpr T largest = sizeof(T) == 8 ? static_cast<T>(__DBL_MAX__) : static_cast<T>(__FLT_MAX__);
+  constexpr T largest = -lowest<T>;
   constexpr T below_1 = 1 - 2 * (sizeof(T) == 8 ? static_cast<T>(__DBL_EPSILON__) : static_cast<T>(__FLT_EPSILON__));
   const vec<T> most = vec<T>(largest) / xsimd::abs(factors) * vec<T>(below_1);
   for (int64_t i = 0; i < n; ++i, sums += stride) {
@@ -460,6 +460,12 @@ class finite_check {
  private:
   vec<T> a_{T(0)}, b_{T(0)}, c_{T(0)}, d_{T(0)};
 };
+
+// What sums become as results. A zero is +0: the sign of one depends on what it has been added to with a weight of 0.
+template <class T>
+MH_INLINE vec<T> result_of(vec<T> sums, vec<T> factors) {
+  return xsimd::fma(sums, factors, vec<T>(T(0)));
+}
 
 // Sets what care multiplies a row's weights with from now on: factor_of_care where values are not finite. False: nowhere.
 template <class T>
@@ -529,8 +535,8 @@ __attribute__((noinline)) bool finish_panel(const kernel_call& c, const kernel_t
         word_vec block[w];
 #pragma GCC unroll 16
         for (int64_t i = 0; i < w; ++i) {
-          const vec<T> even = vec<T>::load_aligned(from + 2 * i * x.width()) * factors;
-          const vec<T> odd = vec<T>::load_aligned(from + (2 * i + 1) * x.width()) * factors;
+          const vec<T> even = result_of<T>(vec<T>::load_aligned(from + 2 * i * x.width()), factors);
+          const vec<T> odd = result_of<T>(vec<T>::load_aligned(from + (2 * i + 1) * x.width()), factors);
           finite.see(even);
           finite.see(odd);
           block[i] = D::narrow(even) | (D::narrow(odd) << 16);
@@ -549,10 +555,10 @@ __attribute__((noinline)) bool finish_panel(const kernel_call& c, const kernel_t
       vec<T> block[w];
       if (n == w) {
 #pragma GCC unroll 16
-        for (int64_t i = 0; i < w; ++i) block[i] = vec<T>::load_aligned(from + i * x.width()) * factors;
+        for (int64_t i = 0; i < w; ++i) block[i] = result_of<T>(vec<T>::load_aligned(from + i * x.width()), factors);
       } else {
         for (int64_t i = 0; i < w; ++i)
-          block[i] = i < n ? vec<T>::load_aligned(from + i * x.width()) * factors : vec<T>(T(0));
+          block[i] = i < n ? result_of<T>(vec<T>::load_aligned(from + i * x.width()), factors) : vec<T>(T(0));
       }
 #pragma GCC unroll 16
       for (int64_t i = 0; i < w; ++i) finite.see(block[i]);

@@ -35,7 +35,7 @@ struct to_results {
   int64_t d;
   finite_check<T>& check;
   MH_INLINE void set(int64_t m, int64_t v, vec<T> x) const {
-    const vec<T> result = x * vec<T>(factor[m]);
+    const vec<T> result = result_of<T>(x, vec<T>(factor[m]));
     check.see(result);
     store<T>(place[m] + d + v * lanes<T>, result);
   }
