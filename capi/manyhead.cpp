@@ -1,5 +1,5 @@
 // The C border: every function of manyhead.h. Each reads the caller's structs, calls the core, and turns whatever is
-// thrown into a status and the text of mh_last_error(). Nothing is decided or computed here.
+// thrown into a status and the text of mh_last_error().
 #include "manyhead/manyhead.h"
 
 #include <algorithm>
@@ -8,19 +8,19 @@
 #include <cstdint>
 #include <cstring>
 #include <exception>
+#include <memory>
 #include <new>
-#include <optional>
 #include <stdexcept>
 #include <string>
 
 #include "check.hpp"
 #include "fp_state.hpp"
-#include "json.hpp"
 #include "machine.hpp"
 #include "merge.hpp"
 #include "mha.hpp"
 #include "openmp.hpp"
 #include "plan.hpp"
+#include "plan_of_call.hpp"
 #include "pool.hpp"
 #include "probe.hpp"
 #include "problem.hpp"
@@ -28,9 +28,13 @@
 #include "profile.hpp"
 #include "registry.hpp"
 #include "scheduler.hpp"
+#include "version.hpp"
 
 struct mh_plan {
   manyhead::plan plan;
+};
+struct mh_mha {
+  std::unique_ptr<const manyhead::mha> layer;
 };
 
 namespace {
@@ -39,7 +43,6 @@ using manyhead::check_at_least;
 using manyhead::check_zero;
 using manyhead::fail;
 using manyhead::invalid;
-using manyhead::is_of_this_version;
 using manyhead::read_struct;
 
 thread_local char last_error[1024];  // fixed, so that reporting "out of memory" needs none
@@ -75,63 +78,6 @@ mh_status guarded(Function&& function) noexcept {
 }
 
 // What new plans and layers take from the environment: wrong settings are reported here, a bad MH_ISA by current_isa().
-const manyhead::kernel_table& isa_of_new_plans() {
-  manyhead::watch_as_environment_says();
-  return manyhead::current_isa();
-}
-
-manyhead::plan make_plan(const mh_problem* problem) {
-  if (problem == nullptr) invalid("problem is NULL");
-  const manyhead::problem checked = manyhead::validate(*problem);
-  return manyhead::make_plan(checked, isa_of_new_plans(), manyhead::this_machine());
-}
-
-// The plan of a single call: that of this thread's last one, where nothing has changed that plans depend on. Planning takes
-// as long as attending to ten keys. One of its own while the last one runs: a host's pool may make other calls on its thread.
-class plan_of_call {
- public:
-  explicit plan_of_call(const mh_problem* problem) {
-    if (problem == nullptr) invalid("problem is NULL");
-    const manyhead::kernel_table& table = isa_of_new_plans();
-    mh_problem read;
-    const mh_problem* asked = problem;
-    if (!is_of_this_version(problem)) {
-      read = read_struct(problem, offsetof(mh_problem, q_strides), "problem");
-      asked = &read;
-    }
-    thread_local last_plan last;
-    if (last.table != &table || std::memcmp(asked, &last.problem, sizeof *asked) != 0) {
-      if (last.runs > 0) {
-        own_.emplace(make_plan(asked));
-        return;
-      }
-      last.table = nullptr;  // should planning fail
-      last.plan = make_plan(asked);
-      last.problem = *asked;
-      last.table = &table;
-    }
-    last_ = &last;
-    ++last.runs;
-  }
-  ~plan_of_call() {
-    if (last_ != nullptr) --last_->runs;
-  }
-  plan_of_call(const plan_of_call&) = delete;
-  plan_of_call& operator=(const plan_of_call&) = delete;
-
-  const manyhead::plan& get() const { return last_ != nullptr ? last_->plan : *own_; }
-
- private:
-  struct last_plan {
-    mh_problem problem{};
-    const manyhead::kernel_table* table = nullptr;
-    manyhead::plan plan{};
-    int runs = 0;  // at this moment, one inside the other
-  };
-  last_plan* last_ = nullptr;
-  std::optional<manyhead::plan> own_;
-};
-
 mh_exec read_exec(const mh_exec* user) {
   mh_exec exec = {};
   exec.struct_size = sizeof exec;
@@ -193,30 +139,19 @@ const manyhead::kernel_table& probed_isa(const char* name) {
   return manyhead::find_isa(name);
 }
 
+void check_seconds(double seconds, bool may_be_0) {
+  const volatile double given = seconds;  // in memory: see fp_state.hpp
+  if ((given > 0 && given <= 3600) || (may_be_0 && given == 0)) return;
+  invalid("seconds is ", seconds, may_be_0 ? ", must be 0..3600" : ", must be above 0 and at most 3600");
+}
+
 void check_probe(const char* name, double seconds, const double* result) {
   if (result == nullptr) invalid(name, " is NULL");
-  const volatile double given = seconds;  // in memory: see fp_state.hpp
-  if (!(given > 0 && given <= 3600)) invalid("seconds is ", seconds, ", must be above 0 and at most 3600");
+  check_seconds(seconds, false);
 }
 
 void check_probe_threads(int32_t threads) {
   if (threads < 1 || threads > 4096) invalid("threads is ", threads, ", must be 1..4096");
-}
-
-std::string machine_json() {
-  const manyhead::machine& m = manyhead::this_machine();
-  const manyhead::host host = manyhead::this_host();
-  manyhead::json out;
-  out.raw("{").key("version").value(mh_version()).key("cpu").value(m.cpu_name.c_str());
-  out.key("isa").value(manyhead::current_isa().isa).key("isas").raw("{");
-  for (int32_t i = 0; i < manyhead::isa_count(); ++i)
-    out.key(manyhead::isa_table(i)->isa).value(manyhead::isa_supported(i));
-  out.raw("}").key("threads").value(manyhead::max_threads()).key("cpus").value(m.cpus);
-  out.key("f32_on_unit").value(m.f32_on_unit);
-  out.key("l1_bytes").value(m.l1_bytes).key("l2_bytes").value(m.l2_bytes).key("l3_bytes").value(m.l3_bytes);
-  out.key("cores").value(host.cores).key("numa_nodes").value(host.numa_nodes);
-  out.key("memory_bytes").value(host.memory_bytes).key("os").value(host.system.c_str());
-  return out.raw("}").text;
 }
 
 }  // namespace
@@ -242,15 +177,10 @@ const char* mh_status_name(int32_t status) {
 
 const char* mh_last_error(void) { return last_error; }
 
-#define MH_TEXT_(x) #x
-#define MH_TEXT(x) MH_TEXT_(x)
-const char* mh_version(void) {
-  return MH_TEXT(MH_VERSION_MAJOR) "." MH_TEXT(MH_VERSION_MINOR) "." MH_TEXT(MH_VERSION_PATCH);
-}
+const char* mh_version(void) { return manyhead::version_text; }
+int32_t mh_version_number(void) { return manyhead::version_number; }
 
-int32_t mh_version_number(void) { return MH_VERSION_MAJOR * 10000 + MH_VERSION_MINOR * 100 + MH_VERSION_PATCH; }
-
-int32_t mh_dtype_count(void) { return MH_DTYPE_F16 + 1; }
+int32_t mh_dtype_count(void) { return manyhead::dtype_count; }
 const char* mh_dtype_name(int32_t dtype) { return manyhead::dtype_name(dtype); }
 size_t mh_dtype_size(int32_t dtype) { return static_cast<size_t>(manyhead::dtype_size(dtype)); }
 
@@ -291,14 +221,15 @@ mh_status mh_set_threads(int32_t threads) {
 }
 
 mh_status mh_machine_describe(char* buffer, size_t size, size_t* needed) {
-  return guarded([&] { copy_text(machine_json(), buffer, size, needed); });
+  return guarded([&] { copy_text(manyhead::describe_machine(), buffer, size, needed); });
 }
 
 mh_status mh_plan_create(const mh_problem* problem, mh_plan** plan) {
   return guarded([&] {
     if (plan == nullptr) invalid("plan is NULL");
     *plan = nullptr;
-    *plan = new mh_plan{make_plan(problem)};
+    if (problem == nullptr) invalid("problem is NULL");
+    *plan = new mh_plan{manyhead::new_plan(*problem, manyhead::isa_of_new_plans())};
   });
 }
 
@@ -322,13 +253,13 @@ mh_status mh_plan_run(const mh_plan* plan, const mh_tensors* tensors, const mh_e
 }
 
 mh_status mh_attention(const mh_problem* problem, const mh_tensors* tensors, const mh_exec* exec) {
-  return guarded([&] { run(plan_of_call(problem).get(), tensors, exec); });
+  return guarded([&] { run(manyhead::plan_of_call(problem).get(), tensors, exec); });
 }
 
 mh_status mh_plan_describe(const mh_plan* plan, int32_t format, char* buffer, size_t size, size_t* needed) {
   return guarded([&] {
     if (plan == nullptr) invalid("plan is NULL");
-    manyhead::check_enum("format", format, MH_FORMAT_JSON);
+    manyhead::check_enum("format", format, MH_FORMAT_JSON, "mh_format");
     const int32_t threads = manyhead::thread_count(plan->plan, 0);
     copy_text(manyhead::describe(plan->plan, format == MH_FORMAT_JSON, threads), buffer, size, needed);
   });
@@ -351,7 +282,7 @@ mh_status mh_probe_arithmetic(const char* isa, int32_t dtype, int32_t threads, d
   return guarded([&] {
     check_probe("flops", seconds, flops);
     check_probe_threads(threads);
-    manyhead::check_enum("dtype", dtype, MH_DTYPE_F16);
+    manyhead::check_dtype("dtype", dtype);
     *flops = manyhead::arithmetic_rate(probed_isa(isa), dtype, threads, seconds);
   });
 }
@@ -379,10 +310,9 @@ mh_status mh_plan_measure(const mh_plan* plan, const mh_tensors* tensors, const 
     if (times == nullptr) invalid("times is NULL");
     if (runs == nullptr) invalid("runs is NULL");
     check_at_least("most", most, 1);
-    const volatile double given = seconds;  // in memory: see fp_state.hpp
-    if (!(given >= 0 && given <= 3600)) invalid("seconds is ", seconds, ", must be 0..3600");
+    check_seconds(seconds, true);
     int64_t n = 0;
-    for (double total = 0; n == 0 || (n < most && total < given);) {
+    for (double total = 0; n == 0 || (n < most && total < seconds);) {
       const auto start = std::chrono::steady_clock::now();
       run(plan->plan, tensors, exec);
       times[n] = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
@@ -426,18 +356,17 @@ mh_status mh_merge_state(const mh_merge* merge, const void* out_a, const void* l
   });
 }
 
-// mh_mha is manyhead::mha, seen from outside.
 mh_status mh_mha_create(const mh_mha_weights* weights, mh_mha** mha) {
   return guarded([&] {
     if (mha == nullptr) invalid("mha is NULL");
     *mha = nullptr;
     const mh_mha_weights read = read_struct(weights, offsetof(mh_mha_weights, b_q), "weights");
-    isa_of_new_plans();
-    *mha = reinterpret_cast<mh_mha*>(manyhead::make_mha(read));
+    manyhead::isa_of_new_plans();
+    *mha = new mh_mha{manyhead::make_mha(read)};
   });
 }
 
-void mh_mha_destroy(mh_mha* mha) { manyhead::destroy_mha(reinterpret_cast<manyhead::mha*>(mha)); }
+void mh_mha_destroy(mh_mha* mha) { delete mha; }
 
 mh_status mh_mha_run(const mh_mha* mha, const mh_mha_call* call, const mh_exec* exec) {
   return guarded([&] {
@@ -446,7 +375,7 @@ mh_status mh_mha_run(const mh_mha* mha, const mh_mha_call* call, const mh_exec* 
     mh_exec threads = read_exec(exec);
     threads.workspace = nullptr;  // documented: the layer keeps its own
     threads.workspace_size = 0;
-    manyhead::run_mha(*reinterpret_cast<const manyhead::mha*>(mha), read, threads);
+    mha->layer->run(read, threads);
   });
 }
 

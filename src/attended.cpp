@@ -7,19 +7,12 @@
 
 namespace manyhead {
 
-std::pair<int64_t, int64_t> key_range(const problem& p, int64_t i) {
+key_range attended_keys(const problem& p, int64_t i) {
   const int64_t keys = p.kv_len - p.extra_keys;
-  int64_t offset = 0;
-  if (p.align == MH_ALIGN_BOTTOM_RIGHT) offset = keys - p.q_len;
-  if (p.align == MH_ALIGN_OFFSET && !p.has_input(MH_INPUT_Q_OFFSET)) offset = p.q_offset;
-  const bool known = !p.has_input(MH_INPUT_Q_OFFSET);
-  int64_t begin = 0;
-  int64_t end = keys;
-  const int64_t at = i + offset;
-  if (known && p.causal) end = std::min(end, at + 1);
-  if (known && p.window_right >= 0) end = std::min(end, at + p.window_right + 1);
-  if (known && p.window_left >= 0) begin = std::clamp<int64_t>(at - p.window_left, 0, keys);
-  return {begin, std::max(begin, end)};
+  if (p.has_input(MH_INPUT_Q_OFFSET)) return {0, keys};
+  const key_range r = reach_of(p, i + offset_of(p.align, keys, p.q_len, p.q_offset));
+  const int64_t begin = std::clamp<int64_t>(r.begin, 0, keys);
+  return {begin, std::max(begin, std::min(keys, r.end))};
 }
 
 bool has_even_rows(const problem& p) { return !p.causal && p.window_left < 0 && p.window_right < 0; }
@@ -30,7 +23,7 @@ double attended_pairs(const problem& p) {
   // Ranges change linearly between few corners; long queries are sampled evenly.
   const int64_t step = std::max<int64_t>(1, p.q_len / 65536);
   for (int64_t i = 0; i < p.q_len; i += step) {
-    const auto [begin, end] = key_range(p, i);
+    const auto [begin, end] = attended_keys(p, i);
     pairs += static_cast<double>((end - begin + p.extra_keys) * std::min(step, p.q_len - i));
   }
   return pairs;
@@ -47,8 +40,8 @@ double share_skipped(const problem& p, int64_t panel_rows, int64_t block_kv) {
   for (int64_t row = 0; row < p.q_len * group; row += step, ++panels) {
     const int64_t first = row / group;
     const int64_t last = (std::min(row + panel_rows, p.q_len * group) - 1) / group;
-    const int64_t begin = key_range(p, first).first;
-    const int64_t end = p.extra_keys > 0 ? p.kv_len : key_range(p, last).second;
+    const int64_t begin = attended_keys(p, first).begin;
+    const int64_t end = p.extra_keys > 0 ? p.kv_len : attended_keys(p, last).end;
     const int64_t skipped = begin / block_kv;
     if (begin < end) used += static_cast<double>(blocks(end, block_kv) - skipped);
   }

@@ -1,14 +1,13 @@
 // Which keys the rows of a problem attend, as far as it says without its tensors: lengths in memory as if full.
 #pragma once
 
-#include <utility>
-
+#include "kernels/positions.hpp"
 #include "problem.hpp"
 
 namespace manyhead {
 
 // The keys [begin, end) that query i may attend.
-std::pair<int64_t, int64_t> key_range(const problem& p, int64_t i);
+key_range attended_keys(const problem& p, int64_t i);
 
 bool has_even_rows(const problem& p);     // all attend as many keys
 double attended_pairs(const problem& p);  // of query and key, of one batch entry and head

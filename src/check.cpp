@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "kernels/kernel_api.hpp"
+
 namespace manyhead {
 namespace {
 
@@ -13,7 +15,9 @@ constexpr struct {
   const char* name;
   int64_t size;
 } dtypes[] = {{"f32", 4}, {"f64", 8}, {"bf16", 2}, {"f16", 2}};
-static_assert(std::size(dtypes) == MH_DTYPE_F16 + 1, "a row for each mh_dtype");
+static_assert(std::size(dtypes) == dtype_count, "a row for each mh_dtype");
+
+bool is_dtype(int32_t dtype) noexcept { return dtype >= 0 && dtype < dtype_count; }
 
 std::string list(const int64_t* values, int count) {
   std::string text = "[";
@@ -51,14 +55,18 @@ bool is_sum(const term* terms, int count, int64_t target, int& steps) noexcept {
 
 }  // namespace
 
-const char* dtype_name(int32_t dtype) noexcept {
-  return dtype >= 0 && dtype <= MH_DTYPE_F16 ? dtypes[dtype].name : nullptr;
+const char* dtype_name(int32_t dtype) noexcept { return is_dtype(dtype) ? dtypes[dtype].name : nullptr; }
+
+int64_t dtype_size(int32_t dtype) noexcept { return is_dtype(dtype) ? dtypes[dtype].size : 0; }
+
+void check_enum(const char* name, int32_t value, int32_t last, const char* type) {
+  if (value < 0 || value > last) invalid(name, " is ", value, ", must be an ", type, ", 0..", last);
 }
 
-int64_t dtype_size(int32_t dtype) noexcept { return dtype >= 0 && dtype <= MH_DTYPE_F16 ? dtypes[dtype].size : 0; }
+void check_dtype(const char* name, int32_t value) { check_enum(name, value, dtype_count - 1, "mh_dtype"); }
 
-void check_enum(const char* name, int32_t value, int32_t last) {
-  if (value < 0 || value > last) invalid(name, " is ", value, ", must be 0..", last);
+void check_bool(const char* name, int32_t value) {
+  if (value != 0 && value != 1) invalid(name, " is ", value, ", must be 0 or 1");
 }
 
 void check_bits(const char* name, uint32_t value, uint32_t known) {
@@ -89,6 +97,24 @@ void read_bytes(void* to, size_t size, size_t least, const void* from, const cha
            given, ", known are ", size, ")");
     }
   }
+}
+
+array make_array(const char* name, const void* data, int64_t element, std::initializer_list<int64_t> dims,
+                 const int64_t* strides) noexcept {
+  array a = {name, data, static_cast<int>(dims.size()), element, {}, {}};
+  std::copy(dims.begin(), dims.end(), a.dims);
+  std::copy_n(strides, a.rank, a.strides);
+  return a;
+}
+
+array checked_array(const char* name, const void* data, int64_t element, std::initializer_list<int64_t> dims,
+                    const int64_t* strides, bool taken) {
+  array a = make_array(name, data, element, dims, strides);
+  check_shape(a);
+  complete_strides(a, taken);
+  check_strides(a);
+  check_pointer(a);
+  return a;
 }
 
 bool is_empty(const array& a) noexcept { return std::count(a.dims, a.dims + a.rank, 0) != 0; }

@@ -1,10 +1,11 @@
 // What argument checks are made of: sentences thrown as manyhead::error, structs of other versions of the header, and
-// facts about strided arrays. Used by problem.cpp, merge.cpp and the C border; nothing here allocates unless it throws.
+// facts about strided arrays. Nothing here allocates unless it throws.
 #pragma once
 
 #include <charconv>
 #include <concepts>
 #include <cstring>
+#include <initializer_list>
 #include <string>
 
 #include "error.hpp"
@@ -46,7 +47,10 @@ const char* dtype_name(int32_t dtype) noexcept;
 int64_t dtype_size(int32_t dtype) noexcept;
 inline int64_t real_size(int32_t dtype) noexcept { return dtype == MH_DTYPE_F64 ? 8 : 4; }
 
-void check_enum(const char* name, int32_t value, int32_t last);  // 0..last
+void check_enum(const char* name, int32_t value, int32_t last,
+                const char* type);  // type: of the header, of values 0..last
+void check_dtype(const char* name, int32_t value);
+void check_bool(const char* name, int32_t value);
 void check_bits(const char* name, uint32_t value, uint32_t known);
 void check_zero(const char* name, int32_t value);
 void check_at_least(const char* name, int64_t value, int64_t least);
@@ -82,6 +86,12 @@ struct array {
   int64_t dims[5];
   int64_t strides[5];  // in elements
 };
+
+array make_array(const char* name, const void* data, int64_t element, std::initializer_list<int64_t> dims,
+                 const int64_t* strides) noexcept;
+// The same with strides that say nothing completed (see complete_strides), and all of it checked.
+array checked_array(const char* name, const void* data, int64_t element, std::initializer_list<int64_t> dims,
+                    const int64_t* strides, bool taken);
 
 bool is_empty(const array& a) noexcept;
 

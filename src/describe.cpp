@@ -1,11 +1,14 @@
-// A plan as text (plan.hpp: describe).
+// A plan as text (plan.hpp: describe), and the machine (machine.hpp: describe_machine).
 #include <string>
 
 #include "check.hpp"
 #include "json.hpp"
+#include "machine.hpp"
 #include "plan.hpp"
 #include "problem_line.hpp"
+#include "registry.hpp"
 #include "schedule.hpp"
+#include "version.hpp"
 
 namespace manyhead {
 
@@ -52,6 +55,21 @@ std::string as_text(const plan& plan, const schedule& order, int64_t threads) {
 std::string describe(const plan& plan, bool json, int64_t threads) {
   const schedule order(plan, threads);
   return json ? as_json(plan, order, threads) : as_text(plan, order, threads);
+}
+
+std::string describe_machine() {
+  const machine& m = this_machine();
+  const host host = this_host();
+  json out;
+  out.raw("{").key("version").value(version_text).key("cpu").value(m.cpu_name.c_str());
+  out.key("isa").value(current_isa().isa).key("isas").raw("{");
+  for (int32_t i = 0; i < isa_count(); ++i) out.key(isa_table(i)->isa).value(isa_supported(i));
+  out.raw("}").key("threads").value(max_threads()).key("cpus").value(m.cpus);
+  out.key("f32_on_unit").value(m.f32_on_unit);
+  out.key("l1_bytes").value(m.l1_bytes).key("l2_bytes").value(m.l2_bytes).key("l3_bytes").value(m.l3_bytes);
+  out.key("cores").value(host.cores).key("numa_nodes").value(host.numa_nodes);
+  out.key("memory_bytes").value(host.memory_bytes).key("os").value(host.system.c_str());
+  return out.raw("}").text;
 }
 
 }  // namespace manyhead

@@ -62,6 +62,7 @@ struct host {
   std::string system;        // "Linux 6.1.0"
 };
 host this_host();
+std::string describe_machine();  // of both, as JSON; in describe.cpp
 
 // The process-wide cap, mh_set_threads or MH_THREADS; without one, all CPUs.
 int32_t max_threads();

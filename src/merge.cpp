@@ -22,22 +22,15 @@ void check_sizes(const mh_merge& m) {
   check_at_least("heads", m.heads, 1);
   check_at_least("q_len", m.q_len, 0);
   check_at_least("v_dim", m.v_dim, 1);
-  check_enum("dtype", m.dtype, MH_DTYPE_F16);
+  check_dtype("dtype", m.dtype);
   check_bits("flags", m.flags, MH_FLAG_STRIDES);
-  check_enum("lse_base", m.lse_base, MH_LSE_BASE2);
+  check_enum("lse_base", m.lse_base, MH_LSE_BASE2, "mh_lse_base");
   check_zero("reserved0", m.reserved0);
 }
 
 array checked(const mh_merge& m, const char* name, const void* data, int64_t element,
               std::initializer_list<int64_t> dims, const int64_t* strides) {
-  array a = {name, data, static_cast<int>(dims.size()), element, {}, {}};
-  std::copy(dims.begin(), dims.end(), a.dims);
-  std::copy_n(strides, a.rank, a.strides);
-  check_shape(a);
-  complete_strides(a, (m.flags & MH_FLAG_STRIDES) != 0);
-  check_strides(a);
-  check_pointer(a);
-  return a;
+  return checked_array(name, data, element, dims, strides, (m.flags & MH_FLAG_STRIDES) != 0);
 }
 
 array out_array(const mh_merge& m, const char* name, const void* data, const int64_t* strides) {

@@ -23,25 +23,7 @@
 
 namespace manyhead {
 
-class mha {
- public:
-  virtual ~mha() = default;
-  virtual void run(const mh_mha_call& call, const mh_exec& exec) const = 0;
-};
-
 namespace {
-
-array make_array(const char* name, const void* data, int64_t element, std::initializer_list<int64_t> dims,
-                 const int64_t* strides, bool taken) {
-  array a = {name, data, static_cast<int>(dims.size()), element, {}, {}};
-  std::copy(dims.begin(), dims.end(), a.dims);
-  std::copy_n(strides, a.rank, a.strides);
-  check_shape(a);
-  complete_strides(a, taken);
-  check_strides(a);
-  check_pointer(a);
-  return a;
-}
 
 bool all_zero(const int64_t* strides, int count) { return std::count(strides, strides + count, 0) == count; }
 
@@ -60,10 +42,10 @@ int64_t extra_keys(const mh_mha_weights& w) { return (w.bias_k != nullptr) + w.a
 // Fills in the defaults; every field but pointers and strides has been checked then.
 mh_mha_weights resolve(const mh_mha_weights& user) {
   mh_mha_weights w = user;
-  check_enum("dtype", w.dtype, MH_DTYPE_F16);
-  check_enum("layout", w.layout, MH_WEIGHTS_PER_HEAD);
+  check_dtype("dtype", w.dtype);
+  check_enum("layout", w.layout, MH_WEIGHTS_PER_HEAD, "mh_weight_layout");
   check_bits("flags", w.flags, MH_FLAG_SCALE | MH_FLAG_STRIDES);
-  check_enum("add_zero_attn", w.add_zero_attn, 1);
+  check_bool("add_zero_attn", w.add_zero_attn);
   check_at_least("embed_dim", w.embed_dim, 1);
   check_at_least("k_embed_dim", w.k_embed_dim, 0);
   check_at_least("v_embed_dim", w.v_embed_dim, 0);
@@ -137,7 +119,7 @@ array in_matrix(const mh_mha_weights& w, const char* name, const void* data, int
                 const int64_t* strides) {
   const int64_t by_layout[3][3] = {{dim * in, in, 1}, {dim, 1, heads * dim}, {dim * in, 1, dim}};
   const bool taken = (w.flags & MH_FLAG_STRIDES) != 0 || !all_zero(strides, 3);
-  return make_array(name, data, dtype_size(w.dtype), {heads, dim, in}, taken ? strides : by_layout[w.layout], true);
+  return checked_array(name, data, dtype_size(w.dtype), {heads, dim, in}, taken ? strides : by_layout[w.layout], true);
 }
 
 array out_matrix(const mh_mha_weights& w) {
@@ -145,17 +127,17 @@ array out_matrix(const mh_mha_weights& w) {
   const bool taken = (w.flags & MH_FLAG_STRIDES) != 0 || !all_zero(w.w_o_strides, 2);
   const int64_t out_in[3] = {0, in, 1}, in_out[3] = {0, 1, w.out_dim};
   const int64_t given[3] = {0, w.w_o_strides[0], w.w_o_strides[1]};
-  return make_array("w_o", w.w_o, dtype_size(w.dtype), {1, w.out_dim, in},
-                    taken                           ? given
-                    : w.layout == MH_WEIGHTS_OUT_IN ? out_in
-                                                    : in_out,
-                    true);
+  return checked_array("w_o", w.w_o, dtype_size(w.dtype), {1, w.out_dim, in},
+                       taken                           ? given
+                       : w.layout == MH_WEIGHTS_OUT_IN ? out_in
+                                                       : in_out,
+                       true);
 }
 
 template <class Element>
 buffer<Element> copy_vector(const char* name, const void* data, int64_t size) {
   const int64_t dense[1] = {1};
-  const array a = make_array(name, data, sizeof(Element), {size}, dense, true);
+  const array a = checked_array(name, data, sizeof(Element), {size}, dense, true);
   buffer<Element> copy(size);
   std::copy_n(static_cast<const Element*>(a.data), size, copy.get());
   return copy;
@@ -286,7 +268,7 @@ call_arrays check_call(const mh_mha_weights& w, const mh_mha_call& c) {
   }
   const bool taken = (c.flags & MH_FLAG_STRIDES) != 0;
   const auto make = [&](const char* name, const void* data, int64_t rows, int64_t columns, const int64_t* strides) {
-    return make_array(name, data, dtype_size(w.dtype), {c.batch, rows, columns}, strides, taken);
+    return checked_array(name, data, dtype_size(w.dtype), {c.batch, rows, columns}, strides, taken);
   };
   call_arrays a;
   a.x_q = make("x_q", c.x_q, c.q_len, w.embed_dim, c.x_q_strides);
@@ -300,35 +282,11 @@ call_arrays check_call(const mh_mha_weights& w, const mh_mha_call& c) {
 // The outputs against what check_tensors did not see: the layer's own inputs and, where attention writes to scratch,
 // the layer's out.
 void check_overlaps(const call_arrays& a, const problem& p, const mh_tensors& t) {
-  const int64_t real = real_size(p.dtype), index = p.index_type == MH_INDEX_I64 ? 8 : 4;
-  const int64_t own = p.kv_len - p.extra_keys;
-  const auto make = [](const char* name, const void* data, int64_t element, std::initializer_list<int64_t> dims,
-                       const int64_t* strides) {
-    array view = {name, data, static_cast<int>(dims.size()), element, {}, {}};
-    std::copy(dims.begin(), dims.end(), view.dims);
-    std::copy_n(strides, view.rank, view.strides);
-    return view;
-  };
-  const int64_t dense[1] = {1};
-  const array weights = make("weights", t.weights, real, {p.batch, p.heads, p.q_len, p.kv_len}, p.weights_strides);
-  const array means = make("mean_weights", t.mean_weights, real, {p.batch, p.q_len, p.kv_len}, p.mean_weights_strides);
-  const array others[] = {
-      make("mask", t.mask, 1, {p.batch, p.heads, p.q_len, own}, p.mask_strides),
-      make("bias", t.bias, dtype_size(p.bias_dtype), {p.batch, p.heads, p.q_len, own}, p.bias_strides),
-      make("key_mask", t.key_mask, 1, {p.batch, own}, p.key_mask_strides),
-      make("seqused_k", t.seqused_k, index, {p.batch}, dense),
-      make("q_offsets", t.q_offset, index, {p.batch}, dense),
-      weights,
-      means,
-  };
   for (const array* x : {&a.x_q, &a.x_k, &a.x_v}) {
     check_apart(a.out, *x);
-    if (weights.data != nullptr) check_apart(weights, *x);
-    if (means.data != nullptr) check_apart(means, *x);
+    check_apart_from_outputs(*x, p, t);
   }
-  for (const array& other : others) {
-    if (other.data != nullptr) check_apart(a.out, other);
-  }
+  if (t.out != a.out.data) check_apart_from_all(a.out, p, t);
 }
 
 // Strides of [batch, heads, rows, dim] where heads lie next to each other in a row.
@@ -349,7 +307,7 @@ class layer final : public mha {
     if (w.in_proj != nullptr) {
       const int64_t q_size = q_out * w.embed_dim, k_size = k_out * w.k_embed_dim, v_size = v_out * w.v_embed_dim;
       const int64_t dense[1] = {1};
-      make_array("in_proj", w.in_proj, sizeof(Element), {q_size + k_size + v_size}, dense, true);
+      checked_array("in_proj", w.in_proj, sizeof(Element), {q_size + k_size + v_size}, dense, true);
       w_q = w.in_proj;
       w_k = static_cast<const Element*>(w_q) + q_size;
       w_v = static_cast<const Element*>(w_k) + k_size;
@@ -357,7 +315,7 @@ class layer final : public mha {
     const void *b_q = w.b_q, *b_k = w.b_k, *b_v = w.b_v;
     if (w.in_proj_bias != nullptr) {
       const int64_t dense[1] = {1};
-      make_array("in_proj_bias", w.in_proj_bias, sizeof(Element), {q_out + k_out + v_out}, dense, true);
+      checked_array("in_proj_bias", w.in_proj_bias, sizeof(Element), {q_out + k_out + v_out}, dense, true);
       b_q = w.in_proj_bias;
       b_k = static_cast<const Element*>(b_q) + q_out;
       b_v = static_cast<const Element*>(b_k) + k_out;
@@ -540,16 +498,12 @@ class layer final : public mha {
 
 }  // namespace
 
-mha* make_mha(const mh_mha_weights& weights) {
+std::unique_ptr<const mha> make_mha(const mh_mha_weights& weights) {
   const mh_mha_weights w = resolve(weights);
   const int64_t element = dtype_size(w.dtype);
-  if (element == sizeof(double)) return new layer<double>(w);
-  if (element == sizeof(float)) return new layer<float>(w);
-  return new layer<uint16_t>(w);
+  if (element == sizeof(double)) return std::make_unique<layer<double>>(w);
+  if (element == sizeof(float)) return std::make_unique<layer<float>>(w);
+  return std::make_unique<layer<uint16_t>>(w);
 }
-
-void run_mha(const mha& layer, const mh_mha_call& call, const mh_exec& exec) { layer.run(call, exec); }
-
-void destroy_mha(mha* layer) noexcept { delete layer; }
 
 }  // namespace manyhead

@@ -1,15 +1,18 @@
 // The multi-head layer: projections -> attention -> output projection.
 #pragma once
 
+#include <memory>
+
 #include "manyhead/manyhead.h"
 
 namespace manyhead {
 
-class mha;  // packed weights
+class mha {  // has packed the weights
+ public:
+  virtual ~mha() = default;
+  virtual void run(const mh_mha_call& call, const mh_exec& exec) const = 0;
+};
 
-mha* make_mha(const mh_mha_weights& weights);  // validates; throws manyhead::error
-void run_mha(const mha& layer, const mh_mha_call& call, const mh_exec& exec);
-
-void destroy_mha(mha* layer) noexcept;
+std::unique_ptr<const mha> make_mha(const mh_mha_weights& weights);  // validates; throws manyhead::error
 
 }  // namespace manyhead

@@ -17,7 +17,6 @@
 namespace manyhead {
 namespace {
 
-constexpr int64_t most_panels = 16, most_matrix_panels = 32;  // of a task; kernels have room for so many
 // Keys are split, for problems with too few rows to keep many cores busy: up to so many rows of a kv head, into chunks of so many
 // keys (whole tiles), merged in a fixed order.
 constexpr int64_t split_rows = 128;
@@ -42,7 +41,7 @@ void choose_blocks(plan& plan, int64_t l2_bytes) {
     // More than usual with Q and O in a quarter of it.
     const bool for_more = plan.kernel == route_matrix && !p.has_input(MH_INPUT_MASK) && !p.has_input(MH_INPUT_BIAS);
     const int64_t limit =
-        for_more ? std::clamp(l2_bytes / 4 / panel_bytes, most_panels, most_matrix_panels) : most_panels;
+        for_more ? std::clamp(l2_bytes / 4 / panel_bytes, most_tile_panels, most_matrix_panels) : most_tile_panels;
     const int64_t most = std::clamp<int64_t>(room / panel_bytes, 1, limit);
     const int64_t panels = blocks(at_least, plan.panel_rows);
     const int64_t block = blocks(panels, blocks(panels, most)) * plan.panel_rows;
@@ -54,6 +53,7 @@ void choose_blocks(plan& plan, int64_t l2_bytes) {
 // p: the plan's problem, or as joined.
 kernel_call make_call(const plan& plan, const problem& p) {
   kernel_call c{};
+  static_cast<reading&>(c) = plan;
   c.batch = p.batch;
   c.kv_heads = p.kv_heads;
   c.group = p.group();
@@ -76,7 +76,6 @@ kernel_call make_call(const plan& plan, const problem& p) {
   std::copy_n(p.mean_weights_strides, 3, c.mean_weights_strides);
   std::copy_n(p.scores_strides, 4, c.scores_strides);
   c.alibi_batch_stride = p.alibi_batch_stride;
-  const double log2e = 1.4426950408889634074;
   const bool natural =
       p.softcap > 0 || p.has_input(MH_INPUT_ALIBI) || p.has_input(MH_INPUT_BIAS) || p.has_output(MH_OUTPUT_SCORES);
   c.q_scale = natural ? p.scale : p.scale * log2e;
@@ -94,9 +93,8 @@ kernel_call make_call(const plan& plan, const problem& p) {
   c.causal = p.causal;
   c.align = p.align;
   c.q_offset = p.q_offset;
-  // Beyond any length, so that position +- window cannot overflow.
-  c.window_left = std::min(p.window_left, int64_t{1} << 61);
-  c.window_right = std::min(p.window_right, int64_t{1} << 61);
+  c.window_left = p.window_left;
+  c.window_right = p.window_right;
   c.index_type = p.index_type;
   c.bias_dtype = p.bias_dtype;
   c.alibi_mode = p.alibi_mode;
@@ -105,17 +103,7 @@ kernel_call make_call(const plan& plan, const problem& p) {
   c.chunks = plan.chunks;
   c.chunk_keys = plan.chunk_keys;
   c.block_kv = plan.block_kv;
-  c.copy_kv = plan.copy_kv;
   c.tile = plan.table->dtype[p.dtype].attention[route_tile];
-  c.prefetch = plan.prefetch;
-  c.asks_own = plan.asks_own;
-  c.adds_rows = plan.adds_rows;
-  c.asks_l1 = plan.asks_l1;
-  c.asks_in_order = plan.asks_in_order;
-  c.whole_v_rows = plan.whole_v_rows;
-  c.k_turn = plan.k_turn;
-  c.v_turn = plan.v_turn;
-  c.unit_steps = plan.unit_steps;
   c.unit_keys = most_keys_on_unit(plan.p, plan.table->dtype[p.dtype]);
   c.kept_pitch = plan.keeps == keeping::nothing ? 0 : kept_pitch(p);
   c.row_blocks = plan.weighed_blocks;

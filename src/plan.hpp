@@ -30,7 +30,7 @@ struct task_cut {
 
 enum class keeping { nothing, of_all, of_task };
 
-struct plan {
+struct plan : reading {
   problem p;
   const kernel_table* table;
   route kernel;
@@ -43,15 +43,6 @@ struct plan {
   int64_t heads_at_once;         // most kv heads of a task
   int64_t chunk_keys;            // keys of a split
   int64_t chunks;                // splits; 1 = none
-  bool prefetch;                 // rows of K, V, Q and out are asked for ahead of need
-  bool asks_own;                 // decode does with K for K, with V for V
-  bool asks_l1;                  // and of rows in 16 bits, into L1
-  bool asks_in_order;            // line after line, not row beside row
-  bool whole_v_rows;             // four rows read V twice, not by halves of its rows
-  bool adds_rows;                // 3 rows more than whole fours are done as four
-  bool unit_steps;               // decode steps multiply on the matrix unit, of up to call.unit_keys keys
-  int64_t k_turn, v_turn;        // keys of a decode task's turns of its kv heads; 0: whole tiles
-  bool copy_kv;                  // tiles of K and V are copied (converted, made contiguous) before use
   // For weights, their means and column sums the first pass keeps its scores: of all rows, of which tasks of a second one then
   // make them; or of a task's rows, kept_rows of a head at a time, of which the task itself does, against all keys. Either kind of
   // task takes weighed_rows of one kv head; of means whole queries and all heads of them.
@@ -92,7 +83,7 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cp
                int64_t l3_bytes = 0);
 plan make_plan(const problem& p, const kernel_table& table, const machine& m);
 
-// "f32 b1 h8 q128 kv128 d64: tile@avx512, block_q 144, ..." or the same as JSON; with the balance of its first pass on
+// "f32 b1 h8 q128 kv128 d64: attention/f32/tile@avx512 (avx512, f32), block_q 144, ..." or as JSON; with the balance of its first pass on
 // so many threads (schedule.hpp). In describe.cpp.
 std::string describe(const plan& plan, bool json, int64_t threads = 1);
 

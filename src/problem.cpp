@@ -1,5 +1,5 @@
-// See problem.hpp. Every tensor is one row of operands(); the checks of shapes, strides, pointers and overlaps walk
-// that list.
+// See problem.hpp. Every tensor is one row of operand_list; the checks of shapes, strides, pointers and overlaps walk
+// it.
 #include "problem.hpp"
 
 #include <algorithm>
@@ -10,6 +10,8 @@
 #include <utility>
 
 #include "check.hpp"
+#include "kernels/kernel_api.hpp"
+#include "kernels/positions.hpp"
 
 namespace manyhead {
 namespace {
@@ -102,17 +104,17 @@ void check_dims(problem& p) {
 }
 
 void check_enums(problem& p) {
-  check_enum("dtype", p.dtype, MH_DTYPE_F16);
+  check_dtype("dtype", p.dtype);
   check_bits("flags", p.flags, known_flags);
   check_bits("inputs", p.inputs, known_inputs);
   check_bits("outputs", p.outputs, known_outputs);
-  check_enum("causal", p.causal, 1);
-  check_enum("align", p.align, MH_ALIGN_OFFSET);
-  check_enum("alibi_mode", p.alibi_mode, MH_ALIBI_SIGNED);
-  check_enum("lse_base", p.lse_base, MH_LSE_BASE2);
-  check_enum("scores_stage", p.scores_stage, MH_SCORES_BIASED);
-  check_enum("bias_dtype", p.bias_dtype, MH_DTYPE_F16);
-  check_enum("index_type", p.index_type, MH_INDEX_I64);
+  check_bool("causal", p.causal);
+  check_enum("align", p.align, MH_ALIGN_OFFSET, "mh_align");
+  check_enum("alibi_mode", p.alibi_mode, MH_ALIBI_SIGNED, "mh_alibi_mode");
+  check_enum("lse_base", p.lse_base, MH_LSE_BASE2, "mh_lse_base");
+  check_enum("scores_stage", p.scores_stage, MH_SCORES_BIASED, "mh_score_stage");
+  check_dtype("bias_dtype", p.bias_dtype);
+  check_enum("index_type", p.index_type, MH_INDEX_I64, "mh_index_type");
   check_zero("reserved0", p.reserved0);
   if (p.alibi_mode != MH_ALIBI_ABS && !p.has_input(MH_INPUT_ALIBI)) {
     invalid("alibi_mode is ", p.alibi_mode, ", but inputs lacks MH_INPUT_ALIBI");
@@ -132,8 +134,7 @@ void check_enums(problem& p) {
 // would become 0.
 void check_numbers(problem& p) {
   const double largest = p.is_f64() ? DBL_MAX : FLT_MAX, smallest = p.is_f64() ? DBL_MIN : FLT_MIN;
-  const double log2_e = 1.44269504088896340736;  // kernels multiply the scale by it
-  if (!(std::fabs(p.scale) <= largest / log2_e)) {
+  if (!(std::fabs(p.scale) <= largest / log2e)) {
     invalid("scale is ", p.scale, ", must be a finite number of the arithmetic (f64 for f64, else f32)");
   }
   if (p.softcap != 0 && !(p.softcap >= smallest && p.softcap <= largest)) {
@@ -224,10 +225,6 @@ void check_arrays(problem& p) {
   p.output_count = p.extent_count;
   add_extents(p, list, false);
   p.flags |= MH_FLAG_STRIDES;
-}
-
-int64_t index_at(const void* data, int32_t type, int64_t i) noexcept {
-  return type == MH_INDEX_I64 ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
 }
 
 void check_indices(const problem& p, const mh_tensors& t) {
@@ -326,9 +323,20 @@ void check_workspace(const problem& p, const mh_tensors& tensors, const mh_exec&
   const array workspace = {"workspace", exec.workspace, 1, 1, {size}, {1}};
   check_shape(workspace);
   check_pointer(workspace);
+  check_apart_from_all(workspace, p, tensors);
+}
+
+void check_apart_from_all(const array& written, const problem& p, const mh_tensors& tensors) {
   const operand_list list(p, tensors);
   for (const operand& o : list.items) {
-    if (o.present(p)) check_apart(workspace, o.a);
+    if (o.present(p)) check_apart(written, o.a);
+  }
+}
+
+void check_apart_from_outputs(const array& read, const problem& p, const mh_tensors& tensors) {
+  const operand_list list(p, tensors);
+  for (const operand& o : list.items) {
+    if (o.output && o.present(p)) check_apart(o.a, read);
   }
 }
 

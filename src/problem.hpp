@@ -2,6 +2,7 @@
 // been checked; nothing below validate() and check_tensors() looks at an argument again.
 #pragma once
 
+#include "check.hpp"
 #include "manyhead/manyhead.h"
 
 namespace manyhead {
@@ -42,5 +43,9 @@ mh_tensors check_tensors(const problem& p, const mh_tensors& user);
 
 // The caller's workspace, where there is one, overlaps none of the tensors, which have passed check_tensors.
 void check_workspace(const problem& p, const mh_tensors& tensors, const mh_exec& exec);
+
+// The same of other arrays of a call: one that is written, from all tensors; one that is read, from the outputs.
+void check_apart_from_all(const array& written, const problem& p, const mh_tensors& tensors);
+void check_apart_from_outputs(const array& read, const problem& p, const mh_tensors& tensors);
 
 }  // namespace manyhead

@@ -478,7 +478,7 @@ bool start_watching() {
 }  // namespace
 
 std::string profile_text(int32_t format) {
-  check_enum("format", format, MH_PROFILE_TRACE);
+  check_enum("format", format, MH_PROFILE_TRACE, "mh_profile_format");
   const std::lock_guard lock(change);
   if (active.load() != nullptr) invalid("a profile is running: end it first");
   if (last_session == nullptr) invalid("no profile has run");

@@ -5,6 +5,7 @@
 #include "json.hpp"
 #include "problem_line.hpp"
 #include "profile_records.hpp"
+#include "version.hpp"
 
 namespace manyhead {
 namespace {
@@ -95,7 +96,7 @@ void add_counters(json& out, const counts& counted) {
 
 void add_summary(json& out, const profile_session& s, double per_tick) {
   const int32_t thread_count = s.thread_count.load();
-  out.raw("{").key("version").value(MH_VERSION_MAJOR * 10000 + MH_VERSION_MINOR * 100 + MH_VERSION_PATCH);
+  out.raw("{").key("version").value(version_number);
   out.key("seconds").value(s.seconds);
   int64_t calls_skipped = 0;
   for (int32_t i = 0; i < thread_count; ++i) calls_skipped += s.thread_at(i).skipped;

@@ -25,10 +25,8 @@ constexpr int64_t most_rows = 192, row_step = 24;
 // Panels of a task whose x is widened first, which takes a tenth of a panel's time, as long as there are enough tasks; and how
 // much of x that is.
 constexpr int64_t most_wide_panels = 8, wide_tasks_per_thread = 4, most_wide_bytes = 768 << 10;
-// On the matrix unit, which takes outputs by 32, and rows, and packs x for each task: as long as 32 outputs take.
-constexpr int64_t unit_outputs = 32, least_unit_outputs = 192, unit_tasks_per_thread = 3, most_unit_bytes = 1536 << 10;
-// Few rows there: W is what takes the time.
-constexpr int64_t few_unit_rows = 32;
+// On the matrix unit, which takes outputs and rows by unit_rows, and packs x for each task: as long as so many outputs take.
+constexpr int64_t least_unit_outputs = 192, unit_tasks_per_thread = 3, most_unit_bytes = 1536 << 10;
 
 // A product whose rows are those of one entry where they follow each other at one stride through all batch entries; what it
 // runs on is settled before.
@@ -73,8 +71,8 @@ struct cut {
         return blocks(rows, of_rows) * blocks(panels, of_panels) < threads;
       };
       int64_t most = too_few(most_unit_rows, step) ? most_unit_rows / 2 : most_unit_rows;
-      while (most > unit_outputs && p.w->unit_scratch_bytes(most) > most_unit_bytes) most /= 2;
-      cut_rows(most, unit_outputs);
+      while (most > unit_rows && p.w->unit_scratch_bytes(most) > most_unit_bytes) most /= 2;
+      cut_rows(most, unit_rows);
       of_panel = expected_us(flops * static_cast<double>(block) / p.w->unit_speed(), bytes);
       int64_t least = round_up(blocks(least_unit_outputs, p.w->width()), step);
       if (too_few(block, least)) least = step;
@@ -226,7 +224,7 @@ bool linear<Element>::on_unit(int64_t rows_of_entry) const noexcept {
 
 template <class Element>
 int64_t linear<Element>::unit_panels() const noexcept {
-  return std::lcm(width_, unit_outputs) / width_;
+  return std::lcm(width_, unit_rows) / width_;
 }
 
 template <class Element>
@@ -295,7 +293,7 @@ void multiply(const product<Element>* products, int64_t count, const mh_exec& ex
     const cut c(p, threads);
     us += c.us;
     bytes += static_cast<double>(p.w->bytes(p.on_unit));
-    few_rows = few_rows && c.blocks_ <= 1 && (!p.on_unit || p.batch * p.rows <= few_unit_rows);
+    few_rows = few_rows && c.blocks_ <= 1 && (!p.on_unit || p.batch * p.rows <= unit_rows);
   }
   const double worth = std::max(1.0, us / us_of_thread);
 

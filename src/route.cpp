@@ -19,8 +19,6 @@ namespace {
 // the tile (96 x 64 = 6 KB). More keys mean fewer passes over the results: 96 was 1.00 to 1.01 times as fast as 64, 48 0.99, 32
 // 0.98; 128 gave another 0.01 with heads of 64 on a CPU with 48 KB, and took it away on AVX2.
 constexpr int64_t keys_of_tile[] = {96, 64, 128};  // by route: tile, decode (of many rows), matrix
-constexpr int64_t keys_of_unit_step = 32;          // of a tile of decode with the unit's products: what one takes
-constexpr int64_t matrix_rows = 32;                // of a panel
 
 // So many rows take the decode route as long as a vector of rows alone takes the tile route. Decode takes a row's time for
 // each row, a part of which does not grow with the head: sums of dot products' lanes. Where the two are even, measured in
@@ -195,11 +193,11 @@ void choose_route(plan& plan, double pairs, cpu_core core) {
                 : goes_to_decode(p, lanes)                    ? route_decode
                                                               : route_tile;
   const bool by_tiles = plan.unit_steps && kernels.unit_steps == steps_of_tiles;
-  plan.block_kv = by_tiles                      ? keys_of_unit_step
+  plan.block_kv = by_tiles                      ? unit_rows
                   : plan.kernel == route_decode ? decode_keys(p, p.group() * p.q_len, plan.unit_steps)
                                                 : keys_of_tile[plan.kernel];
   plan.copy_kv = needs_copy(p, plan.kernel, lanes);
-  plan.panel_rows = plan.kernel == route_matrix ? matrix_rows : plan.table->panel_rows[p.is_f64()];
+  plan.panel_rows = plan.kernel == route_matrix ? unit_rows : plan.table->panel_rows[p.is_f64()];
   plan.last_rows = last_rows_of(plan, lanes, core);
 }
 

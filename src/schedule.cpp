@@ -206,9 +206,9 @@ double schedule::cost_of(int64_t position) const {
   double cost = 0;
   for (int64_t row = t.row_begin; row < t.row_end;) {
     const int64_t end = row < whole ? std::min(row + panel, whole) : t.row_end;
-    const int64_t last_key = key_range(p, (end - 1) / p.group()).second;
+    const int64_t last_key = attended_keys(p, (end - 1) / p.group()).end;
     const int64_t keys = std::min(p.extra_keys > 0 ? p.kv_len : last_key, chunk_end) -
-                         std::max(key_range(p, row / p.group()).first, chunk_begin);
+                         std::max(attended_keys(p, row / p.group()).begin, chunk_begin);
     const double rows =
         row < whole ? static_cast<double>(blocks(end - row, lanes) * lanes) : 1.5 * static_cast<double>(last);
     cost += rows * static_cast<double>(std::max<int64_t>(keys, 0) + row_cost_keys);

@@ -25,8 +25,7 @@ class workspace {
   workspace(int64_t bytes, const mh_exec& exec) : memory_(kept(), exec.workspace == nullptr ? bytes : 0) {
     if (exec.workspace != nullptr) {
       if (exec.workspace_size < static_cast<size_t>(bytes)) {
-        throw error(MH_INVALID_ARGUMENT, "workspace_size is " + std::to_string(exec.workspace_size) +
-                                             ", must be at least " + std::to_string(bytes));
+        invalid("exec.workspace_size is ", exec.workspace_size, ", must be at least ", bytes);
       }
       base_ = static_cast<char*>(exec.workspace);
       return;
@@ -129,8 +128,8 @@ int64_t step_of(const plan& plan, int64_t tasks, int64_t threads) {
 }
 
 // Tasks of a pass after the first: `blocks` of the rows of a kv head, or of all kv heads of a batch entry.
-int64_t row_tasks(const plan& plan, int64_t row_blocks, bool all_heads) {
-  return plan.p.batch * row_blocks * (all_heads ? 1 : plan.p.kv_heads);
+int64_t row_tasks(const plan& plan, int64_t blocks, bool all_heads) {
+  return plan.p.batch * blocks * (all_heads ? 1 : plan.p.kv_heads);
 }
 int64_t weights_tasks(const plan& plan) {
   return plan.keeps == keeping::of_all ? row_tasks(plan, plan.weighed_blocks, means(plan.p)) : 0;

@@ -214,7 +214,7 @@ def check_loops(objdump: str, archive: str) -> list[str]:
 MOST_INSTRUCTIONS = 2.45
 # With one query and key, a call after the first: 3265 with g++ 12. How memory is copied, the C library
 # chooses.
-MOST_OF_SMALL_CALL = 3400
+MOST_OF_SMALL_CALL = 3750
 
 
 def count_instructions(valgrind: str, program: str, length: int, calls: int) -> int:
@@ -274,7 +274,7 @@ def check_direction(root: Path, file: str, name: str) -> list[str]:
         if file.endswith("/kernel_api.hpp") and not seam and not name.startswith("std"):
             wrong.append(f"{file}: includes {name}; the seam is plain data")
     elif file.startswith(("src/", "capi/")):
-        below = re.fullmatch(r"kernels/(kernel_api\.hpp|ticks\.hpp|instances\.inc|isa_list\.inc)", name)
+        below = re.fullmatch(r"kernels/(kernel_api\.hpp|positions\.hpp|ticks\.hpp|instances\.inc|isa_list\.inc)", name)
         if name.startswith("kernels/") and not below:
             wrong.append(f"{file}: includes {name}; only the seam of src/kernels may be seen from outside")
     elif file == "include/manyhead/manyhead.h" and name not in ("stddef.h", "stdint.h"):
@@ -285,10 +285,10 @@ def check_direction(root: Path, file: str, name: str) -> list[str]:
 
 
 def check_readme(root: Path, readme: Path) -> list[str]:
-    """Words in `code` that look like a path of ours must exist, from the root or from the README's folder."""
+    """Words that look like a path of ours must exist, from the root or from the README's folder."""
     wrong = []
     tops = {path.name for path in root.iterdir()} - {"build"}
-    for word in re.findall(r"`([\w./-]+)`", readme.read_text()):
+    for word in re.findall(r"(?<![\w./<-])[\w./-]*\w", readme.read_text()):
         looks_like_path = word.split("/")[0] in tops if "/" in word else Path(word).suffix in SUFFIXES | {".py"}
         if looks_like_path and not any((folder / word).exists() for folder in (root, readme.parent)):
             wrong.append(f"{readme.relative_to(root)}: names {word}, which does not exist")

@@ -156,11 +156,11 @@ struct fixture {
   }
 
   void run(int32_t threads = 0) const {
-    const std::unique_ptr<manyhead::mha, void (*)(manyhead::mha*)> layer(manyhead::make_mha(w), manyhead::destroy_mha);
+    const auto layer = manyhead::make_mha(w);
     mh_exec exec = {};
     exec.struct_size = sizeof exec;
     exec.threads = threads;
-    manyhead::run_mha(*layer, c, exec);
+    layer->run(c, exec);
   }
 };
 
@@ -553,14 +553,13 @@ TEST_CASE("weights are copied") {
   f.w.bias_k = f.bias_k.data();
   f.w.bias_v = f.bias_v.data();
   const expectation e = expected(f);
-  manyhead::mha* layer = manyhead::make_mha(f.w);
+  const auto layer = manyhead::make_mha(f.w);
   for (auto* v : {&f.w_q, &f.w_k, &f.w_v, &f.w_o, &f.b_q, &f.b_k, &f.b_v, &f.b_o, &f.bias_k, &f.bias_v}) {
     std::fill(v->begin(), v->end(), NAN);
   }
   mh_exec exec = {};
   exec.struct_size = sizeof exec;
-  manyhead::run_mha(*layer, f.c, exec);
-  manyhead::destroy_mha(layer);
+  layer->run(f.c, exec);
   CHECK(distance(f.out, e.out) < tolerance<float>);
 }
 
@@ -921,7 +920,7 @@ TEST_CASE("concurrent runs of one layer") {
   fixture<float> f(s);
   f.all_biases();
   f.run();
-  manyhead::mha* layer = manyhead::make_mha(f.w);
+  const auto layer = manyhead::make_mha(f.w);
   std::atomic<int> wrong{0};
   std::vector<std::thread> threads;
   for (int t = 0; t < 8; ++t) {
@@ -932,13 +931,12 @@ TEST_CASE("concurrent runs of one layer") {
       mh_exec exec = {};
       exec.struct_size = sizeof exec;
       for (int i = 0; i < 20; ++i) {
-        manyhead::run_mha(*layer, c, exec);
+        layer->run(c, exec);
         wrong += out != f.out;
       }
     });
   }
   for (std::thread& t : threads) t.join();
-  manyhead::destroy_mha(layer);
   CHECK(wrong == 0);
 }
 
@@ -964,9 +962,8 @@ TEST_CASE("a small step wakes nobody") {
       h.most = std::max(h.most, n);
       for (int64_t i = 0; i < n; ++i) fn(arg, i);
     };
-    manyhead::mha* layer = manyhead::make_mha(f.w);
-    manyhead::run_mha(*layer, f.c, exec);
-    manyhead::destroy_mha(layer);
+    const auto layer = manyhead::make_mha(f.w);
+    layer->run(f.c, exec);
     check(f);
     if (embed == 64) CHECK(seen.calls == 0);
     if (embed == 512) CHECK((seen.calls == 2 && seen.most >= 2 && seen.most <= 40));
@@ -980,7 +977,7 @@ TEST_CASE("a host's parallel_for runs everything") {
   fixture<float> f(s);
   f.run(1);
   const std::vector<float> out = f.out;
-  manyhead::mha* layer = manyhead::make_mha(f.w);
+  const auto layer = manyhead::make_mha(f.w);
   int64_t calls = 0;
   mh_exec exec = {};
   exec.struct_size = sizeof exec;
@@ -990,15 +987,14 @@ TEST_CASE("a host's parallel_for runs everything") {
     ++*static_cast<int64_t*>(ctx);
     for (int64_t i = n; i-- > 0;) fn(arg, i);
   };
-  manyhead::run_mha(*layer, f.c, exec);
-  manyhead::destroy_mha(layer);
+  layer->run(f.c, exec);
   CHECK(calls == 3);  // projections, attention, output projection
   CHECK(f.out == out);
 }
 
 TEST_CASE("errors name the argument of the weights") {
   using F = fixture<float>;
-  mentions(failure_of([](F& f) { f.w.dtype = MH_DTYPE_F16 + 1; }), "dtype is 4, must be 0..3");
+  mentions(failure_of([](F& f) { f.w.dtype = MH_DTYPE_F16 + 1; }), "dtype is 4, must be an mh_dtype, 0..3");
   mentions(failure_of([](F& f) { f.w.layout = 3; }), "layout is 3");
   mentions(failure_of([](F& f) { f.w.flags = MH_FLAG_WINDOW; }), "flags is 4");
   mentions(failure_of([](F& f) { f.w.embed_dim = 0; }), "embed_dim is 0, must be >= 1");

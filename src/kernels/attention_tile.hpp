@@ -16,16 +16,15 @@ template <class D>
 struct tile_task {
   using T = typename D::real;
   static constexpr int64_t w = lanes<T>;
-  static constexpr int64_t most_panels = 16;  // of a task: block_q <= 16 panels
 
   const kernel_call& c;
   const kernel_task& task;
   positions at;
   int64_t kv_head;
   int64_t panels = 0;
-  panel<T> p[most_panels];
+  panel<T> p[most_tile_panels];
   enum class written : uint8_t { not_yet, finite, not_finite };
-  written results[most_panels];  // of panels whose results did not wait for the end
+  written results[most_tile_panels];  // of panels whose results did not wait for the end
   tile_scratch<T> scratch;
   lines_ahead ahead;
 
@@ -164,17 +163,7 @@ struct tile_task {
           x.packed = true;
           lap(task.clock, phase_pack);
         }
-        switch (x.vectors) {
-          case 1:
-            attend<1>(i, tile, careful);
-            break;
-          case 2:
-            attend<2>(i, tile, careful);
-            break;
-          default:
-            attend<max_panel_vectors>(i, tile, careful);
-            break;
-        }
+        with_vectors(x.vectors, [&]<int NV>() MH_INLINE_LAMBDA { attend<NV>(i, tile, careful); });
       }
     }
   }

@@ -34,17 +34,6 @@ inline constexpr bool unit_takes_tiles = whole_for_unit<D>();
 
 #if defined(__AMX_BF16__)
 
-// Tiles for `rows` rows of weights and of results, 1 to 16.
-struct alignas(64) step_shapes {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t lines[16] = {16, 16, 16, 16, 16};
-  constexpr step_shapes() = default;
-  constexpr explicit step_shapes(uint8_t rows) {
-    for (int i = 5; i < 8; ++i) lines[i] = rows;
-  }
-};
-
 template <class Format>
 class step_unit {
  public:
@@ -113,24 +102,16 @@ class step_unit {
   static MH_INLINE void add_second_score(in_bf16) { _tile_dpbf16ps(1, 3, 4); }
   static MH_INLINE void add_value(in_bf16) { _tile_dpbf16ps(6, 5, 2); }
   static MH_INLINE void add_second_value(in_bf16) { _tile_dpbf16ps(7, 5, 3); }
-  // By their bytes, as neither g++ 12 nor the assemblers of its time know them: tdpfp16ps B, A, sums.
-  static MH_INLINE void add_score(in_f16) {
-    asm volatile(".byte 0xc4, 0xe2, 0x5b, 0x5c, 0xc2");  // %tmm4, %tmm2, %tmm0
-  }
-  static MH_INLINE void add_second_score(in_f16) {
-    asm volatile(".byte 0xc4, 0xe2, 0x5b, 0x5c, 0xcb");  // %tmm4, %tmm3, %tmm1
-  }
-  static MH_INLINE void add_value(in_f16) {
-    asm volatile(".byte 0xc4, 0xe2, 0x6b, 0x5c, 0xf5");  // %tmm2, %tmm5, %tmm6
-  }
-  static MH_INLINE void add_second_value(in_f16) {
-    asm volatile(".byte 0xc4, 0xe2, 0x63, 0x5c, 0xfd");  // %tmm3, %tmm5, %tmm7
-  }
+  static MH_INLINE void add_score(in_f16) { tile_dpfp16ps<0, 2, 4>(); }
+  static MH_INLINE void add_second_score(in_f16) { tile_dpfp16ps<1, 3, 4>(); }
+  static MH_INLINE void add_value(in_f16) { tile_dpfp16ps<6, 5, 2>(); }
+  static MH_INLINE void add_second_value(in_f16) { tile_dpfp16ps<7, 5, 3>(); }
 
-  static constexpr step_shapes shapes[16] = {step_shapes(1),  step_shapes(2),  step_shapes(3),  step_shapes(4),
-                                             step_shapes(5),  step_shapes(6),  step_shapes(7),  step_shapes(8),
-                                             step_shapes(9),  step_shapes(10), step_shapes(11), step_shapes(12),
-                                             step_shapes(13), step_shapes(14), step_shapes(15), step_shapes(16)};
+  // For rows of weights and of results, 1 to 16.
+  static constexpr tile_shapes shapes[16] = {tile_shapes(1),  tile_shapes(2),  tile_shapes(3),  tile_shapes(4),
+                                             tile_shapes(5),  tile_shapes(6),  tile_shapes(7),  tile_shapes(8),
+                                             tile_shapes(9),  tile_shapes(10), tile_shapes(11), tile_shapes(12),
+                                             tile_shapes(13), tile_shapes(14), tile_shapes(15), tile_shapes(16)};
 };
 
 #else

@@ -14,9 +14,22 @@ struct kernel_call;
 struct kernel_task;
 using task_fn = void (*)(const kernel_call*, const kernel_task*);
 
+// How K, V, Q and out are read and written: what the plan settles and the kernels do.
+struct reading {
+  bool prefetch;       // ask for rows of K, V, Q and out ahead of need
+  bool asks_own;       // a decode step asks for rows of K with K and of V with V; else for each with the other
+  bool asks_l1;        // a decode step asks for rows in 16 bits into L1, else into L2
+  bool asks_in_order;  // and line after line, for rows without gaps between them (decode.hpp: in_order)
+  bool whole_v_rows;   // four of its rows, where two can, take whole rows of V in twos
+  bool adds_rows;      // a decode step of 3 rows more than whole fours has one of zeros more
+  bool unit_steps;  // a decode step multiplies on the matrix unit (how_unit_steps), up to kernel_call::unit_keys keys
+  bool copy_kv;     // copy each K and V tile to scratch first, converted or made contiguous (route.cpp: needs_copy)
+  int64_t k_turn, v_turn;  // keys of K and of V in a turn of a decode step's task of several kv heads; 0: whole tiles
+};
+
 // What all tasks of one call share. Strides in elements; dimension order as in manyhead.h. Heads of several batch entries
 // may be told as those of one (plan.hpp: entries), here and in kernel_task.
-struct alignas(64) kernel_call {  // copied for each call, by whole lines
+struct alignas(64) kernel_call : reading {  // copied for each call, by whole lines
   int64_t heads, kv_heads, group, q_len, kv_len, head_dim, v_dim;
   int64_t rows;        // group * q_len
   int64_t extra_keys;  // the last keys, attended whatever the masks say
@@ -65,17 +78,8 @@ struct alignas(64) kernel_call {  // copied for each call, by whole lines
   int64_t chunks;      // 1 = not split: tasks write out and lse themselves
   int64_t chunk_keys;  // keys of a chunk, a multiple of the panels' block_kv
 
-  int64_t block_kv;        // keys of a tile; borders lie at its multiples
-  int32_t prefetch;        // 1: ask for rows of K, V, Q and out ahead of need
-  int32_t asks_own;        // 1: a decode step asks for rows of K with K and of V with V; else for each with the other
-  int32_t asks_l1;         // 1: a decode step asks for rows in 16 bits into L1, else into L2
-  int32_t asks_in_order;   // 1: and line after line, for rows without gaps between them (decode.hpp: in_order)
-  int32_t whole_v_rows;    // 1: four of its rows, where two can, take whole rows of V in twos
-  int32_t adds_rows;       // 1: a decode step of 3 rows more than whole fours has one of zeros more
-  int32_t unit_steps;      // 1: a decode step multiplies on the matrix unit (how_unit_steps)
-  int64_t unit_keys;       // of a batch entry, at most, for it to do so
-  int64_t k_turn, v_turn;  // keys of K and of V in a turn of a decode step's task of several kv heads; 0: whole tiles
-  int32_t copy_kv;         // 1: copy each K and V tile to scratch first (route.cpp: needs_copy)
+  int64_t block_kv;   // keys of a tile; borders lie at its multiples
+  int64_t unit_keys;  // of a batch entry, at most, for a decode step to multiply on the matrix unit
 
   // Of a row of kept scores, in elements (kept.hpp); 0 = none are kept. Not a multiple of a page's quarters: rows would crowd
   // few sets of L1.
@@ -196,18 +200,27 @@ struct linear_unit_kernels {
 using arithmetic_fn = double (*)(int64_t turns);
 using read_fn = uint64_t (*)(const void*, int64_t bytes);
 
+// Scores in natural units are multiplied with it, as exponentials are powers of two; logarithms back with the other.
+inline constexpr double log2e = 1.4426950408889634074, ln2 = 0.69314718055994530942;
+
 enum route : int32_t { route_tile, route_decode, route_matrix, route_count };
 
 // A kv head of so many rows may take the decode route, and a task of it has room for so many rows of all its kv heads.
 inline constexpr int64_t most_decode_rows = 32, most_rows_at_once = 128;
 // Keys of K and of V in a turn of its kv heads. A plan may have others (k_turn, v_turn) for tasks that ask for lines in order.
 inline constexpr int64_t usual_k_turn = 16, usual_v_turn = 32;
-// And all routes for a tile of so many keys.
+// A task of the tile route, and of the matrix route, has room for so many panels of rows.
+inline constexpr int64_t most_tile_panels = 16, most_matrix_panels = 32;
+// What a matrix unit multiplies at a time: rows of A, and columns of B.
+inline constexpr int64_t unit_rows = 32;
+// And all routes have room for a tile of so many keys.
 inline constexpr int64_t most_tile_keys = 256;
 
 // How the decode route multiplies on the unit, where the plan says so: 32 keys at a time with tiles (decode_unit.hpp), for heads of
 // multiples of 32, or by pairs in the place of multiply-adds (decode_pairs.hpp), for heads of 32 and more.
 enum how_unit_steps : int32_t { no_unit_steps, steps_of_tiles, steps_of_pairs };
+
+inline constexpr int32_t dtype_count = MH_DTYPE_F16 + 1;  // of mh_dtype, whose last one it is
 
 struct dtype_kernels {
   task_fn attention[route_count];  // route_matrix: NULL where there is no matrix unit for the type
@@ -231,8 +244,8 @@ struct kernel_table {
   int32_t lanes;          // floats in a vector
   int32_t panel_rows[2];  // rows of the widest panel: [0] for float arithmetic, [1] for double
   int32_t dtypes;
-  dtype_kernels dtype[4];   // by mh_dtype
-  int32_t linear_width[2];  // outputs of a whole panel of packed weights: [0] float arithmetic, [1] double
+  dtype_kernels dtype[dtype_count];  // by mh_dtype
+  int32_t linear_width[2];           // outputs of a whole panel of packed weights: [0] float arithmetic, [1] double
   read_fn read;
 };
 

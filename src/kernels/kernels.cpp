@@ -37,20 +37,18 @@ template <class D, class Real>
 constexpr dtype_kernels kernels_of() {
   dtype_kernels k{};
 #if !MH_UNIT_ALONE
-  k = {{attention_tile<D>, attention_decode<D>, nullptr},
-       attention_weights<Real>,
-       attention_scores<D>,
-       merge_rows<D, D>,
-       merge_rows<Real, D>,
-       {tile_task<D>::scratch_bytes, decode_task<D>::scratch_bytes, nullptr},
-       multiply_adds<typename D::real>,
-       flops_of_turn<typename D::real>,
-       0,
-       0,
-       0,
-       linear_task<D>,
-       linear_widens<D> ? linear_widen<D> : nullptr,
-       {}};
+  k.attention[route_tile] = attention_tile<D>;
+  k.attention[route_decode] = attention_decode<D>;
+  k.scratch_bytes[route_tile] = tile_task<D>::scratch_bytes;
+  k.scratch_bytes[route_decode] = decode_task<D>::scratch_bytes;
+  k.weights = attention_weights<Real>;
+  k.scores = attention_scores<D>;
+  k.merge = merge_rows<D, D>;
+  k.merge_real = merge_rows<Real, D>;
+  k.arithmetic = multiply_adds<typename D::real>;
+  k.flops_of_turn = flops_of_turn<typename D::real>;
+  k.linear = linear_task<D>;
+  if constexpr (linear_widens<D>) k.widen = linear_widen<D>;
 #endif
 #if MH_MATRIX
   if constexpr (takes_unit<D>()) {
@@ -91,7 +89,7 @@ constexpr kernel_table table = {MH_TEXT(MH_ISA),
 #define MH_DTYPE_ROW(enumerator, trait, real) +1
 static_assert(0
 #include "instances.inc"
-                  == MH_DTYPE_F16 + 1,
+                  == dtype_count,
               "a dtype of manyhead.h has no row in instances.inc");
 #undef MH_DTYPE_ROW
 

@@ -135,10 +135,7 @@ void linear_widen(const void* x, int64_t x_stride, int64_t rows, int64_t in, voi
 template <class D>
 void linear_task(const linear_args* c) {
   constexpr int64_t w = lanes<typename D::real>;
-  const int64_t vectors = (c->columns + w - 1) / w;
-  if (vectors == 1) return linear_panel<D, 1>(*c);
-  if (vectors == 2) return linear_panel<D, 2>(*c);
-  if constexpr (max_panel_vectors == 3) linear_panel<D, 3>(*c);
+  with_vectors((c->columns + w - 1) / w, [&]<int NV>() { linear_panel<D, NV>(*c); });
 }
 
 }  // namespace

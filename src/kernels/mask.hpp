@@ -4,20 +4,13 @@
 #pragma once
 
 #include "kernel_api.hpp"
+#include "positions.hpp"
 #include "simd.hpp"
 
 namespace manyhead::MH_ISA {
 namespace {
 
 inline constexpr int64_t word_keys = 32;  // keys of one visibility word
-
-struct key_range {
-  int64_t begin, end;
-};
-
-MH_INLINE int64_t index_at(const void* p, int32_t type, int64_t i) {
-  return type == MH_INDEX_I32 ? static_cast<const int32_t*>(p)[i] : static_cast<const int64_t*>(p)[i];
-}
 
 // Row r of a kv head's rows: the query and the query head's place in its group. Stepping saves two divisions a row.
 struct row_of {
@@ -52,27 +45,9 @@ struct positions {
 MH_INLINE positions positions_of(const kernel_call& c, int64_t batch) {
   positions p;
   p.used = c.seqused_k != nullptr ? index_at(c.seqused_k, c.index_type, batch) : c.kv_len - c.extra_keys;
-  switch (c.align) {
-    case MH_ALIGN_BOTTOM_RIGHT:
-      p.offset = p.used - c.q_len;
-      break;
-    case MH_ALIGN_OFFSET:
-      p.offset = c.q_offsets != nullptr ? index_at(c.q_offsets, c.index_type, batch) : c.q_offset;
-      break;
-    default:
-      p.offset = 0;
-  }
+  p.offset = offset_of(c.align, p.used, c.q_len, c.q_offset);
+  if (c.q_offsets != nullptr) p.offset = index_at(c.q_offsets, c.index_type, batch);
   return p;
-}
-
-// The keys that a position may attend as far as causality and the window go. Both ends grow with it.
-MH_INLINE key_range reach_of(const kernel_call& c, int64_t position) {
-  constexpr int64_t unlimited = int64_t{1} << 62;
-  key_range r{-unlimited, unlimited};
-  if (c.causal) r.end = position + 1;
-  if (c.window_right >= 0) r.end = min_of(r.end, position + c.window_right + 1);
-  if (c.window_left >= 0) r.begin = position - c.window_left;
-  return r;
 }
 
 // Those of them that query i may attend: in use. May be empty with begin > end.

@@ -30,10 +30,10 @@ struct matrix_task {
   static constexpr int64_t w = lanes<T>;
   static constexpr int NV = static_cast<int>(unit_rows / w);
   static constexpr int64_t width = unit_rows;
-  static constexpr int64_t most_panels = 32;  // bits of `left`
   static constexpr int weight_parts = values::weight_parts(false);
   static constexpr int unit_keys = 2 * weight_pairs;  // weights that the unit takes at a time, of each row
   static_assert(word_keys == unit_rows, "a block of keys is a word of bits");
+  static_assert(most_matrix_panels <= 32, "bits of `left`");
   static_assert(number::short_turn % unit_keys == 0 && unit_step % (2 * number::short_turn) == 0,
                 "turns leave no keys over");
 
@@ -57,12 +57,12 @@ struct matrix_task {
   const int64_t job_keys;     // of a job, at most
   const int64_t weight_part;  // words of a part of a job's weights
   int64_t panels = 0;
-  panel<T> p[most_panels];
-  uint32_t active = ~0U;                 // panels that are attended, a bit each
-  uint32_t left = 0;                     // those that are not for the unit as they are
-  uint32_t left_rows[most_panels] = {};  // rows that attend what was left out, a bit each
-  tile_scratch<T> scratch;               // scores: [2][job_keys][width]
-  uint32_t* weights;                     // [2][weight_parts] of weight_part
+  panel<T> p[most_matrix_panels];
+  uint32_t active = ~0U;                        // panels that are attended, a bit each
+  uint32_t left = 0;                            // those that are not for the unit as they are
+  uint32_t left_rows[most_matrix_panels] = {};  // rows that attend what was left out, a bit each
+  tile_scratch<T> scratch;                      // scores: [2][job_keys][width]
+  uint32_t* weights;                            // [2][weight_parts] of weight_part
   job jobs[3];  // under way; one after the other, they share two buffers of scores and of weights
   row_terms<T> row_changes;
   lines_ahead soon, ahead;
@@ -567,7 +567,7 @@ struct matrix_task {
 
   void run() {
     attend_as_the_unit_does();
-    uint32_t again = left, any_row = 0, rows[most_panels];
+    uint32_t again = left, any_row = 0, rows[most_matrix_panels];
     for (int64_t i = 0; i < panels; ++i) {
       const bool finite = finish_panel<D>(c, task, operands.kv_head, p[i]);
       again |= static_cast<uint32_t>(!finite) << i;

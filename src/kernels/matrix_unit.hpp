@@ -30,7 +30,6 @@
 namespace manyhead::MH_ISA {
 namespace {
 
-inline constexpr int64_t unit_rows = 32;                          // of A, and columns of B
 inline constexpr int64_t unit_step = 32;                          // values along the sum
 inline constexpr int64_t unit_block = unit_step / 2 * unit_rows;  // words of a step of B
 
@@ -186,13 +185,23 @@ MH_INLINE void put_weights(uint32_t* b, int64_t column, int64_t k, const word_ve
 
 #if defined(__AMX_BF16__)
 
-// Palette 1, eight tiles of 16 lines of 64 bytes. A constant, as compilers do not know that the intrinsic reads it.
+// Palette 1, eight tiles of 64 bytes a line; five of 16 lines, and three of `rows`. Constants, as compilers do not know that the
+// intrinsic reads them.
 struct alignas(64) tile_shapes {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t lines[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+  uint8_t lines[16] = {16, 16, 16, 16, 16};
+  constexpr explicit tile_shapes(uint8_t rows) {
+    for (int i = 5; i < 8; ++i) lines[i] = rows;
+  }
 };
-inline constexpr tile_shapes unit_shapes;
+inline constexpr tile_shapes unit_shapes(16);
+
+// sums += A B of f16, by their tiles. By its bytes, as neither g++ 12 nor the assemblers of its time know tdpfp16ps.
+template <int Sums, int A, int B>
+MH_INLINE void tile_dpfp16ps() {
+  asm volatile(".byte 0xc4, 0xe2, %c0, 0x5c, %c1" : : "i"(0x43 | (~B & 7) << 3), "i"(0xc0 | Sums << 3 | A));
+}
 
 // The unit is told the shape of its tiles; afterwards it is given back, so that the system need not save it.
 class matrix_unit {
@@ -262,15 +271,12 @@ class matrix_unit {
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
   }
-  // By their bytes, as neither g++ 12 nor the assemblers of its time know them.
   static MH_INLINE void multiply(in_f16, bool both) {
-    asm volatile(
-        ".byte 0xc4, 0xe2, 0x4b, 0x5c, 0xc4\n\t"  // tdpfp16ps %tmm6, %tmm4, %tmm0
-        ".byte 0xc4, 0xe2, 0x43, 0x5c, 0xcc");    // tdpfp16ps %tmm7, %tmm4, %tmm1
+    tile_dpfp16ps<0, 4, 6>();
+    tile_dpfp16ps<1, 4, 7>();
     if (!both) return;
-    asm volatile(
-        ".byte 0xc4, 0xe2, 0x4b, 0x5c, 0xd5\n\t"  // tdpfp16ps %tmm6, %tmm5, %tmm2
-        ".byte 0xc4, 0xe2, 0x43, 0x5c, 0xdd");    // tdpfp16ps %tmm7, %tmm5, %tmm3
+    tile_dpfp16ps<2, 5, 6>();
+    tile_dpfp16ps<3, 5, 7>();
   }
 };
 

@@ -3,26 +3,16 @@
 #pragma once
 
 #include "dtype.hpp"
+#include "results.hpp"
 #include "softmax.hpp"
 
 namespace manyhead::MH_ISA {
 namespace {
 
-// x, or where that is not finite twice its half, which ends at the largest number unless the half is infinite itself.
-template <class T>
-MH_INLINE vec<T> doubled_if_not_finite(vec<T> x, vec<T> half) {
-  constexpr T largest = -lowest<T>;
-  const vec<T> size = xsimd::abs(half), most(largest / 2);
-  const auto over = (size > most) & (size <= vec<T>(largest));
-  const vec<T> limited = xsimd::select(over, xsimd::select(half > vec<T>(T(0)), most, -most), half);
-  return xsimd::select(xsimd::abs(x) <= vec<T>(largest), x, limited + limited);
-}
-
 template <class From, class To>
 void merge_rows(const merge_args* a, int64_t begin, int64_t end) {
   using T = typename To::real;
   constexpr int64_t block = 256;  // values of a row worked on together
-  const double ln2 = 0.69314718055994530942;
   const double unit = a->partial_states != nullptr ? a->exp_scale : a->lses_base == MH_LSE_BASE2 ? 1.0 : 1.0 / ln2;
   for (int64_t row = begin; row < end; ++row) {
     const int64_t query = row % a->q_len;
@@ -70,14 +60,17 @@ void merge_rows(const merge_args* a, int64_t begin, int64_t end) {
         }
       };
       add_up(sum, 1);
-      vec<T> zeros(T(0));
-      for (int64_t i = 0; i < n; i += lanes<T>) zeros = xsimd::fma(load(sum + i), vec<T>(T(0)), zeros);
-      if (!xsimd::all(zeros == vec<T>(T(0)))) {
+      finite_check<T> finite;
+      for (int64_t i = 0; i < n; i += lanes<T>) finite.see(load(sum + i));
+      if (!finite.passed()) {
         // Shares are rounded, and may add up to more than 1: halves of results cannot run over where no part has.
         alignas(64) T half[block] = {};
         add_up(half, 0.5);
-        for (int64_t i = 0; i < n; i += lanes<T>)
-          store<T>(sum + i, doubled_if_not_finite<T>(load(sum + i), load(half + i)));
+        limit_sums<T>(half, lanes<T>, block / lanes<T>, vec<T>(T(2)));
+        for (int64_t i = 0; i < n; i += lanes<T>) {
+          const vec<T> x = load(sum + i), twice = load(half + i) + load(half + i);
+          store<T>(sum + i, xsimd::select(xsimd::abs(x) <= vec<T>(-lowest<T>), x, twice));
+        }
       }
       narrow_row<To>(sum, n, out + d * a->out_strides[3], a->out_strides[3]);
     }

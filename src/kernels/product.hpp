@@ -43,6 +43,14 @@ template <int NV>
 inline constexpr int tile_rows = NV == 2 ? 6 : 8;
 #endif
 
+// fn<NV>() for so many vectors, 1 to max_panel_vectors.
+template <class Fn>
+MH_INLINE void with_vectors(int64_t vectors, Fn fn) {
+  if (vectors == 1) return fn.template operator()<1>();
+  if (vectors == 2) return fn.template operator()<2>();
+  fn.template operator()<max_panel_vectors>();
+}
+
 // A tile of 16 rows of A that lie in one set of L1 would find each line pushed out by the others; so it has 8 (Zen 4: 16 query
 // rows, 16 to 512 keys, 1.44 to 2.0 times as fast; copies of K first 1.2 to 1.46).
 inline constexpr int set_rows = 8;

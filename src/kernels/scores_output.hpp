@@ -28,21 +28,10 @@ struct scores_task {
   // Natural units: passes later than the stage are not run, earlier ones have no say in which keys are seen.
   void compute(const tile_at& t, by_rows<T> k, int64_t width) {
     T* s = scratch.scores;
-    const auto scores = [&]<int NV>() {
+    with_vectors(p.vectors, [&]<int NV>() {
       product<product_mode::set, NV>(k, whole_panel<const T, NV>{p.q}, t.keys(), c.head_dim, whole_panel<T, NV>{s},
                                      scratch.tile_max);
-    };
-    switch (p.vectors) {
-      case 1:
-        scores.template operator()<1>();
-        break;
-      case 2:
-        scores.template operator()<2>();
-        break;
-      default:
-        scores.template operator()<max_panel_vectors>();
-        break;
-    }
+    });
     if (c.scores_stage == MH_SCORES_RAW) return;
     if (c.softcap > 0) softcap_pass<T>(c, s, t.keys() * width);
     if (c.scores_stage == MH_SCORES_CAPPED) return;

@@ -134,7 +134,7 @@ MH_INLINE row_end finish_row(T top, T sum, double exp_scale, double sink) {
   double share = 1;                // what the weights so far count relative to high
   if (sink != -__builtin_inf()) {  // NaN too, which shows
     // What is higher has a weight of exactly 1, so that no rounding of a large sink counts.
-    const double score = sink / (exp_scale * 0.69314718055994530942);
+    const double score = sink / (exp_scale * ln2);
     if (has_keys && score <= high) {
       total += ::exp2((score - high) * exp_scale);
     } else {
@@ -150,7 +150,7 @@ MH_INLINE row_end finish_row(T top, T sum, double exp_scale, double sink) {
 MH_INLINE double lse_of(const row_end& e, double exp_scale, int32_t base) {
   if (e.total == 0) return -__builtin_inf();
   // Each by itself: a top near the largest double would run over in units of log2.
-  const double unit = base == MH_LSE_BASE2 ? 1 : 0.69314718055994530942;
+  const double unit = base == MH_LSE_BASE2 ? 1 : ln2;
   return multiply_add(e.top, exp_scale * unit, ::log2(e.total) * unit);
 }
 

@@ -92,7 +92,7 @@ struct weights_task {
     });
     for (int i = 1; i < at_once; ++i) sums[0] = sums[0] + sums[i];
     auto total = static_cast<double>(xsimd::reduce_add(sums[0]));
-    if (c.sinks != nullptr) total += ::exp2(sink * 1.4426950408889634074 - static_cast<double>(top) * c.exp_scale);
+    if (c.sinks != nullptr) total += ::exp2(sink * log2e - static_cast<double>(top) * c.exp_scale);
     if (sink == __builtin_inf()) total = __builtin_nan("");  // as the result is
     return static_cast<T>(total == 0 ? 0.0 : 1.0 / total);
   }
