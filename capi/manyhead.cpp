@@ -187,7 +187,8 @@ size_t mh_dtype_size(int32_t dtype) { return static_cast<size_t>(manyhead::dtype
 int32_t mh_isa_count(void) { return manyhead::isa_count(); }
 
 const char* mh_isa_name(int32_t isa) {
-  const manyhead::kernel_table* table = manyhead::isa_table(isa);
+  const manyhead::kernel_table* table = nullptr;
+  guarded([&] { table = manyhead::isa_table(isa); });
   return table != nullptr ? table->isa : nullptr;
 }
 

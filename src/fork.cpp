@@ -9,7 +9,7 @@
 
 namespace manyhead {
 
-void when_forked(void (*child)()) { pthread_atfork(nullptr, nullptr, child); }
+void when_forked(void (*child)(), void (*before)(), void (*after)()) { pthread_atfork(before, after, child); }
 
 // proc(5): pid (name) state ppid pgrp session tty_nr tpgid flags; a name may hold anything.
 bool was_forked() {
@@ -28,7 +28,7 @@ bool was_forked() {
 }  // namespace manyhead
 #else
 namespace manyhead {
-void when_forked(void (*)()) {}
+void when_forked(void (*)(), void (*)(), void (*)()) {}
 bool was_forked() { return false; }
 }  // namespace manyhead
 #endif

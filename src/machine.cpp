@@ -283,7 +283,7 @@ std::atomic<int32_t> cap{-1};  // -1: never set, so MH_THREADS counts; 0: remove
 }  // namespace
 
 const machine& this_machine() {
-  static const machine m = detect();
+  static const machine& m = *new machine(detect());  // never destroyed: threads may be at work when the process ends
   return m;
 }
 

@@ -207,11 +207,6 @@ class scratch_layout {
   int64_t bytes_ = 0;
 };
 
-thread_memory& kept_memory() {
-  thread_local thread_memory kept;
-  return kept;
-}
-
 bool same_view(const array& a, const array& b) {
   return a.data == b.data && std::equal(a.dims, a.dims + a.rank, b.dims) &&
          std::equal(a.strides, a.strides + a.rank, b.strides);
@@ -354,7 +349,7 @@ class layer final : public mha {
     if (!v_is_q && !v_is_k) add_copy(x_v_copy, a.x_v);
     if (projects) add_copy(out_copy, a.out);
     const problem p = validate(attention_of(c, a, q, k, v, heads), extra_keys_);
-    const borrowed_memory memory(kept_memory(), layout.bytes());
+    const borrowed_memory memory(thread_memory::of<mha>(), layout.bytes());
     layout.place(memory.get());
     mh_tensors t = {};
     t.struct_size = sizeof t;
@@ -392,15 +387,16 @@ class layer final : public mha {
         make_product(k_, c.batch, c.kv_len, x_k, k),
         make_product(v_, c.batch, c.kv_len, x_v, v),
     };
-    multiply(in_products, 3, exec, watched);
+    multiplication<Element>(in_products, 3, exec).run(exec, watched);
     write_extra_keys(c, k, v);
-    manyhead::run(attention, t, exec, &watched);
-    if (!projects) return;
+    if (!projects) return manyhead::run(attention, t, exec, &watched);
     const bool copies = out_copy.data != nullptr;
     const rows_view<Element> out =
         copies ? out_copy : rows_view<Element>{static_cast<Element*>(c.out), {a.out.strides[0], a.out.strides[1]}};
     const product<Element> out_product = make_product(out_, c.batch, c.q_len, read_only(heads), out);
-    multiply(&out_product, 1, exec, watched);
+    const multiplication<Element> last(&out_product, 1, exec);  // now: attention writes outputs, after which nothing may fail
+    manyhead::run(attention, t, exec, &watched);
+    last.run(exec, watched);
     if (copies) {
       const int64_t from[3] = {out.strides[0], out.strides[1], 1};
       copy_rows(static_cast<const Element*>(out.data), from, static_cast<Element*>(c.out), a.out.strides, a.out.dims,

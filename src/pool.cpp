@@ -11,6 +11,7 @@
 #include <optional>
 
 #include "crew.hpp"
+#include "fork.hpp"
 #include "fp_state.hpp"
 #include "machine.hpp"
 
@@ -26,18 +27,21 @@ namespace manyhead {
 
 int32_t wanted_threads(int32_t threads) { return threads > 0 ? threads : max_threads(); }
 
-int64_t usable_threads(const mh_exec& exec) {
-  const int64_t threads = wanted_threads(exec.threads);
-  if (exec.parallel_for != nullptr) return threads;
-#if MH_WITH_TBB
-  return threads == 1 ? 1 : std::min<int64_t>(threads, tbb::this_task_arena::max_concurrency());
-#else
-  return 1;
-#endif
-}
-
 #if MH_WITH_TBB
 namespace {
+
+// oneTBB's threads are not to be asked for: at the end of the process, when it may be gone before who calls, and in children of a
+// process that has asked, which have none of them and perhaps its locks, held by threads of the parent's.
+std::atomic<bool> no_threads{false};
+struct at_end {
+  ~at_end() { no_threads.store(true); }
+} const end;
+thread_local bool thread_ends = false;  // its owner_of_places is gone
+
+bool has_threads() {
+  [[maybe_unused]] static const bool asks = (when_forked([] { no_threads.store(true); }), true);
+  return !no_threads.load(std::memory_order_relaxed) && !thread_ends;
+}
 
 // Calls of spread at this moment, from all threads.
 std::atomic<int64_t> spreading{0};
@@ -152,21 +156,68 @@ class place {
   std::shared_ptr<crew> crew_;  // members keep it while they are out
 };
 
+struct places_of_thread {
+  std::map<int64_t, place> by_threads;
+  place here;
+};
+
+// A host may still call from destructors that its thread runs after this one.
+struct owner_of_places {
+  std::unique_ptr<places_of_thread> places = std::make_unique<places_of_thread>();
+  ~owner_of_places() {
+    if (!has_threads()) places.release();  // what they are made of is not to be asked either
+    thread_ends = true;
+  }
+};
+
 // Not of a host's own arena, whose threads may be bound to CPUs, nor of oneTBB's own threads, which are at the host's work.
 place& place_of(int64_t threads) {
+  thread_local owner_of_places owner;
+  places_of_thread& own = *owner.places;
   const int all = tbb::this_task_arena::max_concurrency();
   if (all == tbb::info::default_concurrency() && tbb::this_task_arena::current_thread_index() <= 0) {
-    thread_local std::map<int64_t, place> places;
-    const auto known = places.find(threads);
-    if (known != places.end()) return known->second;
-    if (may_have(threads)) return places.try_emplace(threads, threads, threads < all).first->second;
+    const auto known = own.by_threads.find(threads);
+    if (known != own.by_threads.end()) return known->second;
+    if (may_have(threads)) return own.by_threads.try_emplace(threads, threads, threads < all).first->second;
   }
-  thread_local place here;
-  return here;
+  return own.here;
+}
+
+// oneTBB throws where the system gives it no thread or no memory. What it had been given to do by then is done.
+struct once {
+  mh_task_fn fn;
+  void* arg;
+  std::atomic<bool> done{false};  // fn(arg, 0), which leaves nothing behind that nobody does
+
+  static void call(void* self, int64_t i) {
+    once& x = *static_cast<once*>(self);
+    x.fn(x.arg, i);
+    if (i == 0) x.done.store(true, std::memory_order_relaxed);
+  }
+};
+
+void spread_over_threads(int64_t n, const mh_exec& exec, mh_task_fn fn, void* arg) {
+  if (!has_threads()) return fn(arg, 0);
+  once all{fn, arg};
+  try {
+    place_of(usable_threads(exec)).spread(n, once::call, &all);
+  } catch (...) {
+    if (!all.done.load(std::memory_order_relaxed)) fn(arg, 0);
+  }
 }
 
 }  // namespace
 #endif
+
+int64_t usable_threads(const mh_exec& exec) {
+  const int64_t threads = wanted_threads(exec.threads);
+  if (exec.parallel_for != nullptr) return threads;
+#if MH_WITH_TBB
+  return threads == 1 || !has_threads() ? 1 : std::min<int64_t>(threads, tbb::this_task_arena::max_concurrency());
+#else
+  return 1;
+#endif
+}
 
 void spread(int64_t n, const mh_exec& exec, mh_task_fn fn, void* arg) {
   if (n == 1) return fn(arg, 0);
@@ -175,15 +226,15 @@ void spread(int64_t n, const mh_exec& exec, mh_task_fn fn, void* arg) {
     return exec.parallel_for(exec.parallel_ctx, n, fn, arg);
   }
 #if MH_WITH_TBB
-  place_of(usable_threads(exec)).spread(n, fn, arg);
+  spread_over_threads(n, exec, fn, arg);
 #else
-  for (int64_t i = 0; i < n; ++i) fn(arg, i);
+  fn(arg, 0);
 #endif
 }
 
 int64_t thread_number(int64_t i, [[maybe_unused]] int64_t n, [[maybe_unused]] const mh_exec& exec) {
 #if MH_WITH_TBB
-  if (exec.parallel_for == nullptr && n == tbb::this_task_arena::max_concurrency())
+  if (exec.parallel_for == nullptr && has_threads() && n == tbb::this_task_arena::max_concurrency())
     return tbb::this_task_arena::current_thread_index();
 #endif
   return i;

@@ -48,7 +48,7 @@ double total_rate(int32_t threads, double amount, double seconds, MakeWork make_
   others.reserve(static_cast<size_t>(threads));
   try {
     for (int32_t thread = 1; thread < threads; ++thread) others.emplace_back(body, thread);
-  } catch (const std::system_error& e) {  // those that have begun wait for the others
+  } catch (const std::exception&) {  // of the system, or for want of memory; those that have begun wait for the others
     for (auto missing = static_cast<size_t>(threads) - others.size(); missing > 0; --missing) start.arrive_and_drop();
     fail(MH_OUT_OF_MEMORY, "the system gives no more than ", others.size() + 1, " of ", threads, " threads");
   }

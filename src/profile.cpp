@@ -82,7 +82,8 @@ std::atomic<int64_t> running{0};  // the number of the active one, 0 = none
 std::atomic<int64_t> users{0};
 std::atomic<bool> verbose{false};
 
-std::mutex change;  // of what follows
+std::mutex change;                // of what follows, never held while calls are waited for
+std::atomic<bool> ending{false};  // the last session waits for its calls
 // The running one, or the one that ended last. Never destroyed: threads may still be at work when the process ends.
 auto& last_session = *new std::unique_ptr<profile_session>;
 
@@ -94,12 +95,33 @@ struct alignas(64) skipped_count {
 };
 skipped_count skipped[most_threads];
 
+thread_local int64_t uses = 0;  // those of `users` that are this thread's
+
+void leave() noexcept {
+  users.fetch_sub(1);
+  --uses;
+}
+
 // The running session with a user more, or NULL.
 profile_session* join() noexcept {
   users.fetch_add(1);
+  ++uses;
   profile_session* session = active.load();
-  if (session == nullptr) users.fetch_sub(1);
+  if (session == nullptr) leave();
   return session;
+}
+
+// A child has none of the threads whose calls are watched, but for the one that forked, perhaps within such a call.
+void watch_forks() {
+  when_forked(
+      [] {
+        running.store(0);
+        active.store(nullptr);
+        ending.store(false);
+        users.store(uses);
+        change.unlock();
+      },
+      [] { change.lock(); }, [] { change.unlock(); });
 }
 
 void finish(thread_record& thread) noexcept {
@@ -121,7 +143,7 @@ struct thread_place {
     profile_session* joined = join();
     if (joined == nullptr) return;
     if (joined->number == session && index >= 0) finish(joined->thread_at(index));
-    users.fetch_sub(1);
+    leave();
   }
 };
 thread_local thread_place this_place;
@@ -253,7 +275,7 @@ void watched_call::stop() noexcept {
     record_->seconds = seconds;
     record_->done = true;
   }
-  if (session_ != nullptr) users.fetch_sub(1);
+  if (session_ != nullptr) leave();
   if (logged_) log(seconds);
 }
 
@@ -370,6 +392,11 @@ void watched_worker::end_run() noexcept {
 
 // --- sessions ---------------------------------------------------------------------------------------------------------
 
+static void check_none_runs() {
+  if (active.load() != nullptr) invalid("a profile is running: end it first");
+  if (ending.load()) invalid("a profile is ending: another thread waits for its calls in mh_profile_end");
+}
+
 void begin_profile(const mh_profile_options& options) {
   check_at_least("options.calls", options.calls, 0);
   check_at_least("options.tasks", options.tasks, 0);
@@ -378,17 +405,26 @@ void begin_profile(const mh_profile_options& options) {
   constexpr int64_t most = int64_t{1} << 24;  // some gigabytes
   if (options.calls > most || options.tasks > most) invalid("options.calls and options.tasks must be at most 2^24");
   const std::lock_guard lock(change);
-  if (active.load() != nullptr) invalid("a profile is running: end it first");
+  check_none_runs();
   static int64_t sessions = 0;
   last_session = std::make_unique<profile_session>(options, ++sessions);
   active.store(last_session.get());
   running.store(last_session->number);
 }
 
-// Stops the session and waits for its calls, at most so long. False: some still run.
-static bool stop_profile(profile_session& session, double patience) {
+// No call joins the running session any more. NULL: there is none.
+static profile_session* close_profile() {
+  const std::lock_guard lock(change);
+  profile_session* session = active.load();
+  if (session == nullptr) return nullptr;
+  ending.store(true);
   running.store(0);
   active.store(nullptr);
+  return session;
+}
+
+// Waits for its calls, at most so long. False: some still run.
+static bool wait_for_calls(profile_session& session, double patience) {
   for (const double end = seconds_now() + patience; users.load() != 0;) {
     if (seconds_now() > end) return false;
     std::this_thread::yield();
@@ -399,14 +435,14 @@ static bool stop_profile(profile_session& session, double patience) {
     finish(session.thread_at(i));
     session.thread_at(i).skipped = skipped[i].calls.load(std::memory_order_relaxed);
   }
+  ending.store(false);
   return true;
 }
 
 void end_profile() {
-  const std::lock_guard lock(change);
-  profile_session* session = active.load();
+  profile_session* const session = close_profile();
   if (session == nullptr) invalid("no profile is running");
-  stop_profile(*session, std::numeric_limits<double>::infinity());
+  wait_for_calls(*session, std::numeric_limits<double>::infinity());
 }
 
 // --- MH_PROFILE and MH_VERBOSE ----------------------------------------------------------------------------------------
@@ -435,8 +471,8 @@ std::string with_process_id(std::string path) {
 void write_trace() {
   if (process_id() != trace.process) return;  // a child that was forked: the file is its parent's
   const default_fp_state fp;
-  profile_session* session = active.load();
-  if (session != nullptr && !stop_profile(*session, 1.0)) {
+  profile_session* const session = close_profile();
+  if (session != nullptr && !wait_for_calls(*session, 1.0)) {
     std::fprintf(stderr, "manyhead: MH_PROFILE: calls were still running when the process ended; nothing is written\n");
     return;
   }
@@ -454,12 +490,7 @@ void write_trace() {
 bool start_watching() {
   const machine& m = this_machine();
   if (!m.environment_error.empty()) invalid(m.environment_error);
-  // A forked child has none of the threads whose calls were running.
-  when_forked([] {
-    running.store(0);
-    active.store(nullptr);
-    users.store(0);
-  });
+  [[maybe_unused]] static const bool once = (watch_forks(), true);
   if (!m.profile_path.empty()) {
     trace.path = with_process_id(m.profile_path);
     std::FILE* file = std::fopen(trace.path.c_str(), "wb");  // now, not after a long run
@@ -480,7 +511,7 @@ bool start_watching() {
 std::string profile_text(int32_t format) {
   check_enum("format", format, MH_PROFILE_TRACE, "mh_profile_format");
   const std::lock_guard lock(change);
-  if (active.load() != nullptr) invalid("a profile is running: end it first");
+  check_none_runs();
   if (last_session == nullptr) invalid("no profile has run");
   return text_of(*last_session, format);
 }

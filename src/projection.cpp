@@ -10,7 +10,6 @@
 #include "plan.hpp"
 #include "pool.hpp"
 #include "scheduler.hpp"
-#include "thread_memory.hpp"
 
 namespace manyhead {
 namespace {
@@ -108,7 +107,7 @@ int64_t spread_out(int64_t i, int64_t n, int64_t threads) {
 
 // `scratch`: see scratch_bytes().
 template <class Element>
-void run_task(const flat<Element>& p, const cut& c, int64_t task, int64_t turns, char* scratch) {
+void run_part(const flat<Element>& p, const cut& c, int64_t task, int64_t turns, char* scratch) {
   const int64_t begin = task / c.groups * c.block, end = std::min(begin + c.block, p.batch * p.rows);
   const int64_t first = spread_out(task % c.groups, c.groups, turns) * c.group,
                 last = std::min(first + c.group, p.w->panels());
@@ -135,35 +134,10 @@ void run_task(const flat<Element>& p, const cut& c, int64_t task, int64_t turns,
   }
 }
 
-// What run_task needs: the unit's x, or x widened.
+// What run_part needs: the unit's x, or x widened.
 template <class Element>
 int64_t scratch_bytes(const flat<Element>& p, const cut& c) {
   return p.on_unit ? p.w->unit_scratch_bytes(c.block) : p.w->wide_bytes(c.block);
-}
-
-template <class Element>
-struct work {
-  const product<Element>* products;
-  int64_t threads;
-  bool shares;
-  char* scratch;  // of each worker
-  int64_t scratch_bytes;
-
-  static void run(void* self, int64_t task, int64_t worker) {
-    const work& w = *static_cast<const work*>(self);
-    for (const product<Element>* user = w.products;; ++user) {
-      const flat<Element> p(*user);
-      const cut c(p, w.threads, w.shares);
-      // In shares neighbours are one thread's as they are.
-      if (task < c.tasks()) return run_task(p, c, task, w.shares ? 1 : w.threads, w.scratch + worker * w.scratch_bytes);
-      task -= c.tasks();
-    }
-  }
-};
-
-thread_memory& kept_memory() {
-  thread_local thread_memory kept;
-  return kept;
 }
 
 }  // namespace
@@ -284,57 +258,71 @@ void linear<Element>::run(int64_t panel, int64_t rows, const Element* x, int64_t
 }
 
 template <class Element>
-void multiply(const product<Element>* products, int64_t count, const mh_exec& exec, const watched_call& watched) {
-  const int64_t threads = usable_threads(exec);
+int64_t multiplication<Element>::count_tasks(bool shares) {
+  shares_ = shares;
+  scratch_bytes_ = 0;
+  int64_t tasks = 0;
+  for (int64_t i = 0; i < count_; ++i) {
+    const flat<Element> p(products_[i]);
+    const cut c(p, threads_, shares);
+    tasks += c.tasks();
+    scratch_bytes_ = std::max(scratch_bytes_, scratch_bytes(p, c));
+  }
+  return tasks;
+}
+
+template <class Element>
+multiplication<Element>::multiplication(const product<Element>* products, int64_t count, const mh_exec& exec)
+    : products_(products), count_(count), threads_(usable_threads(exec)) {
   double us = 0, bytes = 0;
   bool few_rows = true;
   for (int64_t i = 0; i < count; ++i) {
     const flat<Element> p(products[i]);
-    const cut c(p, threads);
+    const cut c(p, threads_);
     us += c.us;
     bytes += static_cast<double>(p.w->bytes(p.on_unit));
     few_rows = few_rows && c.blocks_ <= 1 && (!p.on_unit || p.batch * p.rows <= unit_rows);
   }
-  const double worth = std::max(1.0, us / us_of_thread);
+  const double worth = std::max(1.0, us / us_of_thread), threads = static_cast<double>(threads_);
 
-  work<Element> all{};
-  all.products = products;
-  const auto tasks_in = [&](bool shares) {
-    all.shares = shares;
-    all.scratch_bytes = 0;
-    int64_t tasks = 0;
-    for (int64_t i = 0; i < count; ++i) {
-      const flat<Element> p(products[i]);
-      const cut c(p, all.threads, shares);
-      tasks += c.tasks();
-      all.scratch_bytes = std::max(all.scratch_bytes, scratch_bytes(p, c));
-    }
-    return tasks;
-  };
   // Weights that stay in L2, with room for those of the product that follows, are each read by the same core every time, if
   // there is enough for all threads. On 16 cores with 2 MB each 1.2 to 1.6 times as fast, on 8 1.2 to 1.7; on 4, where they
   // do not stay, 0.95 to 1.02. On as many threads as the work is worth, where that is fewer, 0.97 to 1.0.
-  all.threads = threads;
-  int64_t tasks = 0;
-  if (few_rows && threads > 1 && worth >= static_cast<double>(threads) &&
-      bytes <= 0.75 * static_cast<double>(threads * this_machine().l2_bytes)) {
-    tasks = tasks_in(true);
+  if (few_rows && threads_ > 1 && worth >= threads &&
+      bytes <= 0.75 * threads * static_cast<double>(this_machine().l2_bytes)) {
+    tasks_ = count_tasks(true);
   }
-  if (tasks < threads) {
-    all.threads = static_cast<int64_t>(std::min(worth, static_cast<double>(threads)));
-    tasks = tasks_in(false);
+  if (tasks_ < threads_) {
+    threads_ = static_cast<int64_t>(std::min(worth, threads));
+    tasks_ = count_tasks(false);
   }
-  const int64_t workers = std::clamp<int64_t>(tasks, 1, all.threads);
-  const borrowed_memory scratch(kept_memory(), all.scratch_bytes * workers);
-  all.scratch = scratch.get();
-  parallel_for(tasks, workers, exec, watched, phase_project, work<Element>::run, &all, all.shares);
+  workers_ = std::clamp<int64_t>(tasks_, 1, threads_);
+  scratch_.emplace(thread_memory::of<multiplication>(), scratch_bytes_ * workers_);
+}
+
+template <class Element>
+void multiplication<Element>::run_task(void* self, int64_t task, int64_t worker) {
+  const multiplication& m = *static_cast<const multiplication*>(self);
+  for (const product<Element>* user = m.products_;; ++user) {
+    const flat<Element> p(*user);
+    const cut c(p, m.threads_, m.shares_);
+    // In shares neighbours are one thread's as they are.
+    if (task < c.tasks())
+      return run_part(p, c, task, m.shares_ ? 1 : m.threads_, m.scratch_->get() + worker * m.scratch_bytes_);
+    task -= c.tasks();
+  }
+}
+
+template <class Element>
+void multiplication<Element>::run(const mh_exec& exec, const watched_call& watched) const {
+  parallel_for(tasks_, workers_, exec, watched, phase_project, run_task, const_cast<multiplication*>(this), shares_);
 }
 
 template class linear<float>;
 template class linear<double>;
 template class linear<uint16_t>;
-template void multiply(const product<float>*, int64_t, const mh_exec&, const watched_call&);
-template void multiply(const product<double>*, int64_t, const mh_exec&, const watched_call&);
-template void multiply(const product<uint16_t>*, int64_t, const mh_exec&, const watched_call&);
+template class multiplication<float>;
+template class multiplication<double>;
+template class multiplication<uint16_t>;
 
 }  // namespace manyhead

@@ -18,11 +18,13 @@
 #include <cstdint>
 #include <memory>
 #include <new>
+#include <optional>
 
 #include "blocks.hpp"
 #include "kernels/kernel_api.hpp"
 #include "memory.hpp"
 #include "profile.hpp"
+#include "thread_memory.hpp"
 
 namespace manyhead {
 
@@ -115,16 +117,30 @@ struct product {
   int64_t y_strides[2];
 };
 
-// All products of the list, on at most exec.threads threads and no more than their size is worth. No y overlaps
-// anything.
+// All products of a list, which is read again while they run, on at most exec.threads threads and no more than their size is
+// worth. No y overlaps anything. All memory is there once it is made: running does not throw.
 template <class Element>
-void multiply(const product<Element>* products, int64_t count, const mh_exec& exec, const watched_call& watched);
+class multiplication {
+ public:
+  multiplication(const product<Element>* products, int64_t count, const mh_exec& exec);
+  void run(const mh_exec& exec, const watched_call& watched) const;
+
+ private:
+  int64_t count_tasks(bool shares);  // sets what depends on shares
+  static void run_task(void* self, int64_t task, int64_t worker);
+
+  const product<Element>* products_;
+  int64_t count_, threads_, tasks_ = 0, workers_ = 1;
+  int64_t scratch_bytes_ = 0;  // of each worker
+  bool shares_ = false;
+  std::optional<borrowed_memory> scratch_;
+};
 
 extern template class linear<float>;
 extern template class linear<double>;
 extern template class linear<uint16_t>;
-extern template void multiply(const product<float>*, int64_t, const mh_exec&, const watched_call&);
-extern template void multiply(const product<double>*, int64_t, const mh_exec&, const watched_call&);
-extern template void multiply(const product<uint16_t>*, int64_t, const mh_exec&, const watched_call&);
+extern template class multiplication<float>;
+extern template class multiplication<double>;
+extern template class multiplication<uint16_t>;
 
 }  // namespace manyhead

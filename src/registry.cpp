@@ -112,9 +112,9 @@ int32_t find(const char* who, const std::string& name) {
 
 int32_t isa_count() noexcept { return row_count; }
 
-const kernel_table* isa_table(int32_t isa) noexcept { return isa >= 0 && isa < row_count ? &row(isa).table : nullptr; }
+const kernel_table* isa_table(int32_t isa) { return isa >= 0 && isa < row_count ? &row(isa).table : nullptr; }
 
-bool isa_supported(int32_t isa) noexcept {
+bool isa_supported(int32_t isa) {
   return isa >= 0 && isa < row_count && this_machine().has_level[static_cast<int>(row(isa).level)];
 }
 

@@ -5,9 +5,9 @@
 
 namespace manyhead {
 
-int32_t isa_count() noexcept;                         // shipped ISAs, best first
-const kernel_table* isa_table(int32_t isa) noexcept;  // nullptr when out of range
-bool isa_supported(int32_t isa) noexcept;
+int32_t isa_count() noexcept;                // shipped ISAs, best first
+const kernel_table* isa_table(int32_t isa);  // nullptr when out of range; looks at the machine, as all below
+bool isa_supported(int32_t isa);
 
 // The table that new plans use: the forced one (set_isa, MH_ISA), else the best supported. Throws where MH_ISA names
 // none.

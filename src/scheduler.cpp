@@ -44,8 +44,7 @@ class workspace {
  private:
   // Out of line, as each mention of what is a thread's own is a call.
   __attribute__((noinline)) static thread_memory& kept() {
-    thread_local thread_memory memory;
-    return memory;
+    return thread_memory::of<workspace>();
   }
 
   char* base_ = nullptr;

@@ -9,17 +9,35 @@
 
 namespace manyhead {
 
-// For a thread_local variable, one for each use. Grows to the largest need up to keep_at_most.
+// What a thread keeps for one use. Grows to the largest need up to keep_at_most.
 class thread_memory {
  public:
-  thread_memory() = default;
+  // Of this thread for Use, a type of the user's.
+  template <class Use>
+  static thread_memory& of() {
+    thread_local constinit thread_memory kept;
+    thread_local const last_breath end(kept);
+    return kept;
+  }
   thread_memory(const thread_memory&) = delete;
   thread_memory& operator=(const thread_memory&) = delete;
-  ~thread_memory() { release(data_); }
 
  private:
   friend class borrowed_memory;
   static constexpr int64_t keep_at_most = 64 << 20;
+
+  // A host may call from destructors that its thread runs after ours. So what is kept has none, and is never free again.
+  struct last_breath {
+    thread_memory& kept;
+    explicit last_breath(thread_memory& x) : kept(x) {}
+    ~last_breath() {
+      release(kept.data_);
+      kept.data_ = nullptr;
+      kept.size_ = 0;
+      kept.busy_ = true;
+    }
+  };
+  constexpr thread_memory() = default;
 
   char* data_ = nullptr;
   int64_t size_ = 0;

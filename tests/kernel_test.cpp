@@ -1006,7 +1006,7 @@ void check_linear(const kernel_table& table, int64_t batch, int64_t rows, int64_
     mh_exec exec = {};
     exec.struct_size = sizeof exec;
     exec.threads = threads;
-    multiply(&p, 1, exec, watched_call());
+    multiplication(&p, 1, exec).run(exec, watched_call());
     return y;
   };
 
@@ -1130,7 +1130,7 @@ void check_unusual_numbers(const kernel_table& table) {
     mh_exec exec = {};
     exec.struct_size = sizeof exec;
     exec.threads = 2;
-    multiply(&p, 1, exec, watched_call());
+    multiplication(&p, 1, exec).run(exec, watched_call());
     return y;
   };
   const auto is_row = [&](const std::vector<Number>& all, int64_t row, const std::vector<Number>& other, int64_t at) {
@@ -1236,7 +1236,7 @@ void check_left_rows(const kernel_table& table, int64_t in, double tiny) {
   mh_exec exec = {};
   exec.struct_size = sizeof exec;
   exec.threads = 1;
-  multiply(&p, 1, exec, watched_call());
+  multiplication(&p, 1, exec).run(exec, watched_call());
   constexpr double least = std::is_same_v<Number, f16> ? 0x1p-25 : std::is_same_v<Number, bf16> ? 0x1p-134 : 0x1p-150;
   bool good = true;
   for (int64_t row = 0; row < rows; ++row) {

@@ -144,14 +144,14 @@ TEST_CASE("the layer's phases add up to its time") {
   w.embed_dim = width;
   w.heads = 4;
   w.w_q = w.w_k = w.w_v = w.w_o = weights.data();
-  const std::unique_ptr<mha, void (*)(mha*)> layer(make_mha(w), destroy_mha);
+  const auto layer = make_mha(w);
   mh_mha_call c = {};
   c.struct_size = sizeof c;
   c.batch = 1;
   c.q_len = c.kv_len = tokens;
   c.x_q = x.data();
   c.out = out.data();
-  const profiled seen = profile_of([&] { run_mha(*layer, c, exec_of(2)); });
+  const profiled seen = profile_of([&] { layer->run(c, exec_of(2)); });
   CAPTURE(seen.summary);
   const size_t call = seen.summary.find("\"kind\": \"layer\"");
   REQUIRE(call != std::string::npos);

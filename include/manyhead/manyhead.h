@@ -24,7 +24,8 @@
  *    rounding x, which grows with it, adds up to |x| / 2 units. Where a matrix unit multiplies 2^x is within 1e-7, in bf16
  *    3e-6. What is below 2^-100 of the largest of its row (f64: 2^-996) is 0.
  *  - A call needs at most 128 KB of stack, on each thread that works on it.
- *  - All functions may be called from several threads at once. Nothing aborts, throws, or changes the caller's
+ *  - All functions may be called from several threads at once, in the destructors of a thread and of the process too, and in
+ *    forked processes: those use the calling thread alone if their parent had used several. Nothing aborts, throws, or changes the caller's
  *    floating-point state. Nothing prints, but what the environment variables MH_VERBOSE and MH_PROFILE ask for.
  */
 #ifndef MANYHEAD_MANYHEAD_H
@@ -362,7 +363,8 @@ typedef struct mh_profile_options {
 
 /* options may be NULL. */
 MH_API mh_status mh_profile_begin(const mh_profile_options* options);
-/* Waits for calls that are running. Not to be called from a host's parallel_for. */
+/* Waits for calls that are running. Not to be called from a host's parallel_for. Until it returns, mh_profile_begin and
+ * mh_profile_describe in other threads are errors. */
 MH_API mh_status mh_profile_end(void);
 
 typedef enum mh_profile_format {
