@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+from collections.abc import Callable
 from ctypes import byref, c_double, c_int64, c_size_t, c_void_p, sizeof
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 
 from . import _abi
 from ._library import Owner, check, lib, text_of
+from ._plan import result_shapes
 from ._profile import profile
 from ._runtime import capped, set_isa
 from ._runtime import isa as current_isa
@@ -170,25 +172,20 @@ class Workload(Planned):
         if p.alibi_batch_stride:
             slopes = np.tile(slopes, (p.batch, 1))
         kind = _REAL[real]
-        for bit, name, make in (
-            (_abi.INPUT_MASK, "mask", lambda: self._mostly_true(rng, pairs)),
-            (_abi.INPUT_BIAS, "bias", lambda: self._normal(rng, dtype_name(p.bias_dtype), pairs)),
-            (_abi.INPUT_KEY_MASK, "key_mask", lambda: self._mostly_true(rng, (p.batch, p.kv_len))),
-            (_abi.INPUT_SEQUSED_K, "seqused_k", lambda: np.full(p.batch, p.kv_len, index)),
-            (_abi.INPUT_Q_OFFSET, "q_offset", lambda: np.full(p.batch, max(p.kv_len - p.q_len, 0), index)),
-            (_abi.INPUT_ALIBI, "alibi_slopes", lambda: slopes.astype(kind)),
-            (_abi.INPUT_SINKS, "sinks", lambda: self._normal(rng, real, (p.heads,))),
-        ):
+        makers: dict[str, Callable[[], np.ndarray]] = {
+            "mask": lambda: self._mostly_true(rng, pairs),
+            "bias": lambda: self._normal(rng, dtype_name(p.bias_dtype), pairs),
+            "key_mask": lambda: self._mostly_true(rng, (p.batch, p.kv_len)),
+            "seqused_k": lambda: np.full(p.batch, p.kv_len, index),
+            "q_offset": lambda: np.full(p.batch, max(p.kv_len - p.q_len, 0), index),
+            "alibi_slopes": lambda: slopes.astype(kind),
+            "sinks": lambda: self._normal(rng, real, (p.heads,)),
+        }
+        for name, bit in _abi.INPUTS.items():
             if p.inputs & bit:
-                self._add(name, make())
-        for bit, name, shape in (
-            (_abi.OUTPUT_LSE, "lse", rows),
-            (_abi.OUTPUT_WEIGHTS, "weights", pairs),
-            (_abi.OUTPUT_MEAN_WEIGHTS, "mean_weights", (p.batch, p.q_len, p.kv_len)),
-            (_abi.OUTPUT_COLUMN_SUMS, "column_sums", (p.batch, p.heads, p.kv_len)),
-            (_abi.OUTPUT_SCORES, "scores", pairs),
-        ):
-            if p.outputs & bit:
+                self._add(name, makers[name]())
+        for name, shape in result_shapes(*pairs).items():
+            if p.outputs & _abi.OUTPUTS[name]:
                 self._add(name, np.zeros(shape, kind))
 
     def _add(self, name: str, array: np.ndarray) -> None:
