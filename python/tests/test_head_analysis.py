@@ -16,8 +16,8 @@ from pathlib import Path
 import manyhead
 import numpy as np
 import pytest
+from manyhead._user import UserError
 from manyhead.commands import main
-from manyhead.commands.errors import UserError
 from manyhead.head_analysis.recording import read_recording
 from manyhead.head_analysis.removal import output_change
 from manyhead.head_analysis.report import habit

@@ -17,7 +17,9 @@ from typing import Any
 import manyhead
 import pytest
 from fake_measure import ARITHMETIC, EFFORT, MACHINE, READ, SHAPES, FakeMeasure, is_plain, make_rows, profile
-from manyhead.commands import errors, files, main, options
+from manyhead import _user
+from manyhead._user import UserError
+from manyhead.commands import main, options
 from manyhead.profiling import cases, document, limits, show, sweep
 from manyhead.profiling.model import model_cases
 
@@ -187,7 +189,7 @@ def test_models(tmp_path, config, name, problem):
 )
 def test_files_that_are_no_models(tmp_path, text, said):
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(errors.UserError, match=re.escape(said)):
+    with pytest.raises(UserError, match=re.escape(said)):
         model_cases(tmp_path / "config.json")
 
 
@@ -368,7 +370,7 @@ def test_a_failed_write_leaves_the_old_file(fake, capsys, monkeypatch, kind):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files.tempfile, "mkstemp", full)
+    monkeypatch.setattr(_user.tempfile, "mkstemp", full)
     status, out, err = command(capsys, "--quick", "--shape", SHAPES[0], f"--{kind}", "old")
     assert (status, err) == (2, "manyhead profile: cannot write old: No space left on device\n")
     assert SHAPES[0] in out, "the figures are shown all the same"
@@ -380,7 +382,7 @@ def test_files_in_folders_that_are_closed(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     (tmp_path / "a.json").write_text("old")
-    monkeypatch.setattr(files.tempfile, "mkstemp", closed)
+    monkeypatch.setattr(_user.tempfile, "mkstemp", closed)
     document.save({"a": 1}, tmp_path / "a.json")
     assert json.loads((tmp_path / "a.json").read_text()) == {"a": 1}
 
@@ -402,7 +404,7 @@ def test_files_in_folders_that_are_closed(tmp_path, monkeypatch):
 )
 def test_files_that_are_no_profiles(tmp_path, change, said):
     (tmp_path / "a.json").write_text(json.dumps(profile(FakeMeasure()) | change))
-    with pytest.raises(errors.UserError, match=said):
+    with pytest.raises(UserError, match=said):
         document.load(tmp_path / "a.json")
 
 

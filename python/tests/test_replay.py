@@ -13,8 +13,8 @@ import pytest
 from fake_measure import MACHINE, FakeMeasure, is_plain
 from interpreter import run_python
 from manyhead import _measure
+from manyhead._user import UserError
 from manyhead.commands import main
-from manyhead.commands.errors import UserError
 from manyhead.profiling import replay, sweep
 
 pytest.importorskip("rich")

@@ -14,8 +14,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .._user import UserError, need
 from ..head_analysis.recording import FORMAT
-from .errors import UserError, need
 
 if TYPE_CHECKING:
     from ..head_analysis.recording import Recording

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .._attention import attention
-from ..commands.errors import UserError
+from .._user import UserError
 from .recording import Layer, Recording, pick_layers
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from itertools import cycle
 from typing import Any
 
-from ..commands.errors import need
+from .._user import need
 from . import units
 from .rows import Row, best, curves, labels
 

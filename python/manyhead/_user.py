@@ -1,12 +1,38 @@
-"""Files that the user names: what cannot be read or written is a UserError."""
+"""What users of the command line name: packages, words, files. What is wrong with it is a UserError."""
 
 from __future__ import annotations
 
+import difflib
 import os
 import tempfile
+from collections.abc import Iterable
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
-from .errors import UserError
+
+class UserError(ValueError):
+    """Something the user gave is wrong. The text says what it was and what was expected."""
+
+
+def need(package: str, what: str) -> ModuleType:
+    """Imports a package of the extra `profile`, or says how to get it."""
+    try:
+        return import_module(package)
+    except ImportError as error:
+        raise UserError(
+            f"{what} needs the Python package {package}: pip install {package}, or 'manyhead[profile]' for all of them"
+        ) from error
+
+
+def one_of(what: str, given: str, known: Iterable[str]) -> str:
+    """`given`, where it is one of the known names."""
+    names = list(known)
+    if given in names:
+        return given
+    close = difflib.get_close_matches(given, names, 1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    raise UserError(f"there is no {what} {given!r}.{hint} Known: {', '.join(names)}.")
 
 
 def writable(path: str | Path | None) -> Path | None:
