@@ -29,14 +29,12 @@ from ._plan import (
     Inputs,
     Options,
     as_arrays,
-    forget,
     gather,
     plan_for,
     real_type,
 )
 from ._tensors import as_array, facts, make, numpy_type, see_all
 
-forget_plans = forget
 _run = lib.mh_plan_run
 
 

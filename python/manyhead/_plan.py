@@ -351,7 +351,7 @@ _plans: dict[tuple, CPlan] = {}
 _lock = threading.Lock()
 
 
-def forget() -> None:
+def forget_plans() -> None:
     with _lock:
         _plans.clear()
 
