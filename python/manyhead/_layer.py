@@ -199,7 +199,8 @@ class MultiHeadAttention(Immutable):
 
     @classmethod
     def from_safetensors(cls, path: str | Path, prefix: str, num_heads: int, **options: Any) -> MultiHeadAttention:
-        """A layer from a safetensors file; names and options as in from_state_dict."""
+        """A layer from a safetensors file; names and options as in from_state_dict. Needs the package safetensors, for
+        weights in bfloat16 also ml_dtypes: `pip install 'manyhead[safetensors]'`."""
         return cls.from_state_dict(SafeTensors(path), prefix, num_heads=num_heads, **options)
 
     def __call__(
