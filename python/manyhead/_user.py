@@ -61,9 +61,10 @@ def read_text(path: str | Path) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes all of it or, where that fails, leaves what was there."""
+    """Writes all of it or, where that fails, leaves what was there. Makes the folder."""
     try:
         target = path.resolve()
+        target.parent.mkdir(parents=True, exist_ok=True)
         if target.exists() and not target.is_file():  # a pipe or a device: there is nothing to replace
             target.write_text(text, encoding="utf-8")
             return
@@ -82,6 +83,31 @@ def write_text(path: Path, text: str) -> None:
             new.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def check_folder(folder: Path) -> None:
+    """Whether the folder can be made and written, tried now; nothing is left there."""
+    parent = folder
+    while not parent.exists() and parent != parent.parent:
+        parent = parent.parent
+    try:
+        with tempfile.TemporaryFile(dir=parent):
+            pass
+    except OSError as error:
+        raise UserError(f"cannot write to {folder}: {error.strerror}") from error
+
+
+def write_files(folder: Path, files: dict[str, bytes]) -> None:
+    """All files or, where it is interrupted before the last one is complete, none."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".unfinished-") as unfinished:
+            for name, content in files.items():
+                (Path(unfinished) / name).write_bytes(content)
+            for name in files:
+                (Path(unfinished) / name).replace(folder / name)
+    except OSError as error:
+        raise UserError(f"cannot write to {folder}: {error.strerror}") from error
 
 
 def _umask() -> int:
