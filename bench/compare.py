@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
+import statistics
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,7 +79,7 @@ def main() -> int:
             mark = "  faster"
         ratios.append(ratio)
         print(f"{name:{width}}  {a.seconds * 1e6:10.2f}  {b.seconds * 1e6:10.2f}  {ratio:6.3f}  {machine}{mark}")
-    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    mean = statistics.geometric_mean(ratios)
     print(f"\n{len(names)} rows, geometric mean {mean:.3f}, slower by more than {options.threshold:.0%}: {len(slower)}")
     for side, only in (("old", set(old) - set(new)), ("new", set(new) - set(old))):
         only = {n for n in only if re.search(options.filter, n)}

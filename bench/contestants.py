@@ -139,21 +139,13 @@ def stored(x: np.ndarray, dtype: str) -> np.ndarray:
     if dtype == "bf16":
         import ml_dtypes
 
-        return bf16_bits(x).view(ml_dtypes.bfloat16)
+        return x.astype(ml_dtypes.bfloat16)
     return x.astype(np.float16) if dtype == "f16" else x
-
-
-def bf16_bits(x: np.ndarray) -> np.ndarray:
-    """float32 to bfloat16, nearest even, as uint16."""
-    bits = x.view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
 def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
     """float32 with the values of the row's dtype."""
-    if dtype == "bf16":
-        return (bf16_bits(x).astype(np.uint32) << 16).view(np.float32)
-    return x.astype(np.float16).astype(np.float32) if dtype == "f16" else x
+    return stored(x, dtype).astype(np.float32, copy=False)
 
 
 def make_inputs(w: Row, dtype: str) -> tuple[np.ndarray, ...]:
@@ -565,7 +557,7 @@ class Ggml(Contestant):
 
     def tensor(self, x: np.ndarray, dtype: str) -> int:
         """A copy of a [batch, heads, len, dim] array; ggml counts dimensions from the last one."""
-        copy = bf16_bits(x) if dtype == "bf16" else np.ascontiguousarray(stored(x, dtype))
+        copy = np.ascontiguousarray(stored(x, dtype))
         tensor = self.base.ggml_new_tensor_4d(self.context, self.TYPES[dtype], *reversed(x.shape))
         ctypes.memmove(self.base.ggml_get_data(tensor), copy.ctypes.data, copy.nbytes)
         return tensor

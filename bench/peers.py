@@ -12,9 +12,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
-import math
 import os
-import platform
 import signal
 import statistics
 import subprocess
@@ -42,7 +40,7 @@ NOT_PEERS = (BOUND, "bare products", "ggml-f16")
 
 
 class Worker:
-    """A process that answers one line to each line, and is stopped in between."""
+    """A process that answers each line of JSON with one, and is stopped in between."""
 
     def __init__(self, command: list[str], env: dict[str, str]) -> None:
         # In a group of its own: Ctrl-C is for this program alone, which then ends the others.
@@ -56,38 +54,23 @@ class Worker:
             process_group=0,
         )
 
-    def read(self) -> str:
+    def read(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
             raise ChildProcessError(f"the process ended with status {self.process.wait()}")
         os.kill(self.process.pid, signal.SIGSTOP)
-        return line.strip()
-
-    def ask(self, text: str) -> str:
-        os.kill(self.process.pid, signal.SIGCONT)
-        assert self.process.stdin is not None
-        self.process.stdin.write(text + "\n")
-        return self.read()
+        return json.loads(line)
 
     def call(self, **command: Any) -> dict[str, Any]:
-        return json.loads(self.ask(json.dumps(command)))
+        os.kill(self.process.pid, signal.SIGCONT)
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        return self.read()
 
     def end(self) -> None:
         with self.process:  # closes the pipes and waits
             self.process.kill()
-
-
-def find_probe() -> str:
-    """The program bench/probe of a build folder: MANYHEAD_PROBE, beside the library, or the first one there is."""
-    library = os.environ.get("MANYHEAD_LIBRARY")
-    places = [Path(os.environ["MANYHEAD_PROBE"])] if "MANYHEAD_PROBE" in os.environ else []
-    places += [Path(library).resolve().parent.parent / "bench" / "probe"] if library else []
-    places += [*sorted(HERE.parent.glob("build*/bench/probe"))]
-    for place in places:
-        if place.is_file():
-            return str(place)
-    raise SystemExit("peers.py: bench/probe is not built; build the project or set MANYHEAD_PROBE to its path")
 
 
 def start(names: list[str], threads: int, workers: dict[str, Worker]) -> dict[str, str]:
@@ -99,7 +82,7 @@ def start(names: list[str], threads: int, workers: dict[str, Worker]) -> dict[st
         worker = Worker([sys.executable, str(HERE / "contestants.py"), name, str(threads)], env)
         workers[name] = worker
         try:
-            hello = json.loads(worker.read())
+            hello = worker.read()
         except ChildProcessError as error:
             hello = {"absent": str(error)}
         if "absent" in hello:
@@ -126,17 +109,19 @@ def disagreement(answer: dict[str, Any], expected: np.ndarray) -> str | None:
 class Probe:
     def __init__(self, threads: int) -> None:
         self.threads = threads
-        self.worker = Worker([find_probe()], {})
-        self.isa = self.worker.ask("isa")
+        self.worker = Worker([sys.executable, str(HERE / "probe.py")], {})
+        try:
+            self.machine = self.worker.read()
+        except ChildProcessError as error:
+            raise SystemExit(f"peers.py: manyhead cannot look at the machine: {error}") from None
 
     def measure(self, kv_bytes: int) -> dict[str, float]:
-        def ask(what: str, threads: int) -> float:
-            return float(self.worker.ask(f"{what} {threads} 0.02"))
+        def ask(threads: int) -> dict[str, float]:
+            return self.worker.call(threads=threads, size=kv_bytes, seconds=0.02)
 
-        rates = {"fma1": ask("fma", 1), "read1": ask(f"read {kv_bytes}", 1)}
-        if self.threads == 1:
-            return rates | {"fma": rates["fma1"], "read": rates["read1"]}
-        return rates | {"fma": ask("fma", self.threads), "read": ask(f"read {kv_bytes}", self.threads)}
+        one = ask(1)
+        all_of_them = ask(self.threads) if self.threads > 1 else one
+        return {f"{name}1": rate for name, rate in one.items()} | all_of_them
 
 
 def measure_row(
@@ -200,10 +185,6 @@ def compare(row: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def geomean(values: list[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
-
-
 class Table:
     """Prints rows as they come, in columns or as Markdown."""
 
@@ -237,16 +218,6 @@ class Table:
             row["name"], row["unit"], *map(value, self.names), row.get("best_peer", "-"),
             number("ratio", ".2f"), number("share", ".0%"), *rates,
         ])  # fmt: skip
-
-
-def cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def main() -> int:
@@ -284,7 +255,7 @@ def main() -> int:
     stopped = False
     try:
         versions = start(names, options.threads, workers)
-        cpu = f"{cpu_name()}, {probe.isa}, {options.threads} threads"
+        cpu = f"{probe.machine['cpu']}, {probe.machine['isa']}, {options.threads} threads"
         print(cpu, *(f"{name}: {text}" for name, text in versions.items()), sep="\n")
         print(
             f"Fastest call of {options.rounds} rounds of {options.seconds:g} s. FMA (GFLOP/s), read (GB/s, as many "
@@ -309,7 +280,7 @@ def main() -> int:
         ratios = [r["ratio"] for r in measured if "ratio" in r and r["unit"] in units]
         if ratios:
             print(
-                f"geometric mean of the ratio, {title}: {geomean(ratios):.2f} "
+                f"geometric mean of the ratio, {title}: {statistics.geometric_mean(ratios):.2f} "
                 f"({len(ratios)} rows, least {min(ratios):.2f})"
             )
     skipped = [

@@ -226,7 +226,7 @@ def main() -> int:
     for ratio, line, our, their in rows[: args.list]:
         print(f"{line:44} manyhead {our:9.1f}  torch {their:9.1f}  ratio {ratio:.2f}")
     ratios = [row[0] for row in rows]
-    mean = math.exp(statistics.fmean(map(math.log, ratios)))
+    mean = statistics.geometric_mean(ratios)
     print(f"geometric mean {mean:.2f}, slower than PyTorch: {sum(r < 1 for r in ratios)} of {len(rows)}", end="")
     large = [ratio for ratio, _, our, _ in rows if our >= 20]
     print(f"; of {len(large)} calls of 20 us and more {sum(r < 1 for r in large)}" if large else "")

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 from manyhead.head_analysis.encoder import Tokens, is_word
+from manyhead.head_analysis.report import HABIT
 
 _OFFSETS = {
     -3: "3 tokens back",
@@ -21,7 +22,6 @@ _OFFSETS = {
     2: "2 tokens ahead",
     3: "3 tokens ahead",
 }
-_HABIT = 0.25  # a share from which a habit names the head; below it the head is called spread out
 _PAIR = 0.3  # a single pair this strong, and twice as strong as the habit, names it instead
 
 # A pair of these says little, so they are left out where there are other words. Pronouns are not among them.
@@ -61,11 +61,11 @@ class HeadHabits:
         return name, float(self.shares[name][head]) / max(self.rows, 1)
 
     def name(self, head: int, pair: Pair | None) -> str:
-        """What the head attends to most, with its share of the attention."""
+        """What the head attends to most, with its share of the attention; spread out where no habit names it."""
         habit, share = self.strongest(head)
         if pair and pair.share >= max(_PAIR, 2 * share):
             return str(pair)
-        if share >= _HABIT:
+        if share >= HABIT:
             return f"{habit} {share:.0%}"
         return f"spread out ({habit} {share:.0%})"
 

@@ -17,7 +17,6 @@ import os
 import stat
 import sys
 import time
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -218,17 +217,13 @@ def import_packages(*, pictures: bool) -> Any:
 
 
 def check_writable(folder: Path) -> None:
-    """Makes the folder for the pictures; better now than after the work."""
+    """Better now than after the work."""
+    from manyhead._user import UserError, check_folder
+
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".heads-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise DemoError(
-            f"Pictures cannot be written to {folder}: {error.strerror}. Choose another folder with --out, or use "
-            "--no-pictures."
-        ) from None
+        check_folder(folder)
+    except UserError as error:
+        raise DemoError(f"{error}. Choose another folder with --out, or use --no-pictures.") from None
 
 
 def load_model(folder: Path | None) -> Encoder:
@@ -400,6 +395,8 @@ def draw(
     text: str,
     folder: Path,
 ) -> None:
+    from manyhead.head_analysis.pictures import save_png
+
     print(f"Drawing {count(len(drawn), 'layer')} ...")
     for layer, weights in drawn.items():
         figure = manyhead.show_heads(
@@ -407,10 +404,8 @@ def draw(
         )
         file = folder / f"heads-layer{layer}.png"
         try:
-            with warnings.catch_warnings():
-                # A letter that the font lacks is drawn as a box; a line for each of them would help nobody.
-                warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-                figure.savefig(file, dpi=120)
+            folder.mkdir(parents=True, exist_ok=True)
+            save_png(figure, file)
         except OSError as error:
             raise DemoError(f"{file} cannot be written: {error.strerror}.") from None
         print(f"  wrote {file.resolve()}")

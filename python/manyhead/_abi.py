@@ -97,6 +97,25 @@ class Tensors(Structure):
     ]
 
 
+# Field of mh_tensors -> its bit in mh_problem.inputs or mh_problem.outputs.
+INPUTS = {
+    "mask": INPUT_MASK,
+    "bias": INPUT_BIAS,
+    "key_mask": INPUT_KEY_MASK,
+    "seqused_k": INPUT_SEQUSED_K,
+    "q_offset": INPUT_Q_OFFSET,
+    "alibi_slopes": INPUT_ALIBI,
+    "sinks": INPUT_SINKS,
+}
+OUTPUTS = {
+    "lse": OUTPUT_LSE,
+    "weights": OUTPUT_WEIGHTS,
+    "mean_weights": OUTPUT_MEAN_WEIGHTS,
+    "column_sums": OUTPUT_COLUMN_SUMS,
+    "scores": OUTPUT_SCORES,
+}
+
+
 class OpenMP(Structure):
     """mh_openmp"""
 

@@ -21,7 +21,14 @@ from ._library import lib
 # NumPy has no bfloat16. Arrays of ml_dtypes keep their type; other bfloat16 memory gets this one.
 BF16 = np.dtype([("bfloat16", np.uint16)], align=True)
 
-_NAMES = {lib.mh_dtype_name(i).decode(): i for i in range(lib.mh_dtype_count())}
+# What the library calls its types.
+DTYPE_CODES = {lib.mh_dtype_name(i).decode(): i for i in range(lib.mh_dtype_count())}
+DTYPES: dict[str, np.dtype] = {
+    "f32": np.dtype(np.float32),
+    "f64": np.dtype(np.float64),
+    "f16": np.dtype(np.float16),
+    "bf16": BF16,
+}
 _NUMPY_NAMES = {"float32": "f32", "float64": "f64", "float16": "f16", "bfloat16": "bf16"}
 
 
@@ -30,7 +37,7 @@ class _Codes(dict):
 
     def __missing__(self, dtype: np.dtype) -> int | None:
         name = "bfloat16" if dtype == BF16 else dtype.name
-        code = _NAMES.get(_NUMPY_NAMES.get(name, "")) if dtype.isnative else None
+        code = DTYPE_CODES.get(_NUMPY_NAMES.get(name, "")) if dtype.isnative else None
         self[dtype] = code
         return code
 
@@ -66,7 +73,7 @@ class Shape(NamedTuple):
 
 def is_bf16(dtype: np.dtype) -> bool:
     """Of ours or ml_dtypes."""
-    return CODES[dtype] == _NAMES.get("bf16", -1)
+    return CODES[dtype] == DTYPE_CODES.get("bf16", -1)
 
 
 def float_type(x: Any, name: str) -> np.dtype:

@@ -29,14 +29,12 @@ from ._plan import (
     Inputs,
     Options,
     as_arrays,
-    forget,
     gather,
     plan_for,
     real_type,
 )
 from ._tensors import as_array, facts, make, numpy_type, see_all
 
-forget_plans = forget
 _run = lib.mh_plan_run
 
 
@@ -104,6 +102,7 @@ def attention(
         out: where to write the result, an array of the result's shape and type, any strides.
         return_lse: also the logarithm of the softmax denominator, (batch, heads, q_len); base "e", or lse_base="2".
         return_weights: True: the probabilities (batch, heads, q_len, kv_len); "mean": averaged over the heads.
+            (need_weights and average_weights of MultiHeadAttention, after PyTorch's layer.)
         return_column_sums: probabilities summed over the queries, (batch, heads, kv_len): what each key received.
         return_scores: "raw", scale * q k^T; "capped", after the softcap; "biased", after everything, masked = -inf.
         threads: most threads for this call, as far as set_threads allows; default manyhead.threads(). PyTorch's tensors

@@ -199,7 +199,8 @@ class MultiHeadAttention(Immutable):
 
     @classmethod
     def from_safetensors(cls, path: str | Path, prefix: str, num_heads: int, **options: Any) -> MultiHeadAttention:
-        """A layer from a safetensors file; names and options as in from_state_dict."""
+        """A layer from a safetensors file; names and options as in from_state_dict. Needs the package safetensors, for
+        weights in bfloat16 also ml_dtypes: `pip install 'manyhead[safetensors]'`."""
         return cls.from_state_dict(SafeTensors(path), prefix, num_heads=num_heads, **options)
 
     def __call__(
@@ -234,8 +235,8 @@ class MultiHeadAttention(Immutable):
             x_v: (batch, kv_len, v_embed_dim); default x_k.
             attn_mask, attn_bias, key_mask, seqused_k, causal, align, q_offset, window, softcap, fast_exp: as
                 in manyhead.attention; True = may attend. They do not restrict bias_k / bias_v and zero attention.
-            need_weights: also return the attention weights.
-            average_weights: weights averaged over the heads.
+            need_weights: also return the attention weights; manyhead.attention's return_weights=True.
+            average_weights: weights averaged over the heads; manyhead.attention's return_weights="mean".
             out: where to write, (batch, q_len, out_dim). threads: as in attention.
 
         Returns:

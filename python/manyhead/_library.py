@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 from collections.abc import Callable, Iterator
 from ctypes import byref, c_size_t
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, Self
 from . import _abi
 
 __version__ = "0.1.0"
+FILE_NAMES = ("libmanyhead.so.0", "libmanyhead.so")  # the versioned one is what a plain install has
 
 
 class Error(RuntimeError):
@@ -50,15 +50,6 @@ class Immutable(Owner):
         return self
 
 
-def file_names() -> tuple[str, ...]:
-    """The names of the library file on this system, the versioned one first: that is what a plain install has."""
-    if sys.platform == "win32":
-        return ("manyhead-0.dll", "manyhead.dll")
-    if sys.platform == "darwin":
-        return ("libmanyhead.0.dylib", "libmanyhead.dylib")
-    return ("libmanyhead.so.0", "libmanyhead.so")
-
-
 def candidates() -> Iterator[str]:
     """The places to look, in order. A name without a folder is the system loader's to find."""
     chosen = os.environ.get("MANYHEAD_LIBRARY")
@@ -67,9 +58,9 @@ def candidates() -> Iterator[str]:
         return
     package = Path(__file__).resolve().parent
     for folder in (package, package.parent / ".manyhead.mesonpy.libs"):
-        for name in file_names():
+        for name in FILE_NAMES:
             yield str(folder / name)
-    yield from file_names()
+    yield from FILE_NAMES
 
 
 def compatible(version: str) -> bool:

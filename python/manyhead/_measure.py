@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import ctypes
 import json
+from collections.abc import Callable
 from ctypes import byref, c_double, c_int64, c_size_t, c_void_p, sizeof
 from functools import partial
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from . import _abi
+from ._arrays import DTYPE_CODES, DTYPES, aligned_empty, choice, to_type
 from ._library import Owner, check, lib, text_of
+from ._plan import real_type, result_shapes
 from ._profile import profile
 from ._runtime import capped, set_isa
 from ._runtime import isa as current_isa
@@ -57,13 +61,6 @@ def check_problem(problem: _abi.Problem) -> None:
 
 def dtype_name(dtype: int) -> str:
     return lib.mh_dtype_name(dtype).decode()
-
-
-def _dtype_code(dtype: str) -> int:
-    for code in range(lib.mh_dtype_count()):
-        if dtype_name(code) == dtype:
-            return code
-    raise ValueError(f"dtype is {dtype!r}, must be one of: {', '.join(map(dtype_name, range(lib.mh_dtype_count())))}")
 
 
 class Planned(Owner):
@@ -158,69 +155,54 @@ class Workload(Planned):
     def _make_arrays(self, rng: np.random.Generator) -> None:
         p = self.problem
         kv_heads, v_dim = p.kv_heads or p.heads, p.v_dim or p.head_dim
-        real = "f64" if self.dtype == "f64" else "f32"
+        dtype = DTYPES[self.dtype]
+        real = real_type(dtype)
         bshd = bool(p.q_strides[3])  # a line gives strides for this layout only
         rows, pairs = (p.batch, p.heads, p.q_len), (p.batch, p.heads, p.q_len, p.kv_len)
-        self._add("q", self._normal(rng, self.dtype, _lay((*rows, p.head_dim), bshd)))
-        self._add("k", self._normal(rng, self.dtype, _lay((p.batch, kv_heads, p.kv_len, p.head_dim), bshd)))
-        self._add("v", self._normal(rng, self.dtype, _lay((p.batch, kv_heads, p.kv_len, v_dim), bshd)))
-        self._add("out", self._normal(rng, self.dtype, _lay((*rows, v_dim), bshd)))
+        self._add("q", self._normal(rng, dtype, _lay((*rows, p.head_dim), bshd)))
+        self._add("k", self._normal(rng, dtype, _lay((p.batch, kv_heads, p.kv_len, p.head_dim), bshd)))
+        self._add("v", self._normal(rng, dtype, _lay((p.batch, kv_heads, p.kv_len, v_dim), bshd)))
+        self._add("out", self._normal(rng, dtype, _lay((*rows, v_dim), bshd)))
         index = np.int64 if p.index_type == _abi.INDEX_I64 else np.int32
         slopes = 2.0 ** (-8.0 * np.arange(1, p.heads + 1) / p.heads)
         if p.alibi_batch_stride:
             slopes = np.tile(slopes, (p.batch, 1))
-        kind = _REAL[real]
-        for bit, name, make in (
-            (_abi.INPUT_MASK, "mask", lambda: self._mostly_true(rng, pairs)),
-            (_abi.INPUT_BIAS, "bias", lambda: self._normal(rng, dtype_name(p.bias_dtype), pairs)),
-            (_abi.INPUT_KEY_MASK, "key_mask", lambda: self._mostly_true(rng, (p.batch, p.kv_len))),
-            (_abi.INPUT_SEQUSED_K, "seqused_k", lambda: np.full(p.batch, p.kv_len, index)),
-            (_abi.INPUT_Q_OFFSET, "q_offset", lambda: np.full(p.batch, max(p.kv_len - p.q_len, 0), index)),
-            (_abi.INPUT_ALIBI, "alibi_slopes", lambda: slopes.astype(kind)),
-            (_abi.INPUT_SINKS, "sinks", lambda: self._normal(rng, real, (p.heads,))),
-        ):
+        makers: dict[str, Callable[[], np.ndarray]] = {
+            "mask": lambda: self._mostly_true(rng, pairs),
+            "bias": lambda: self._normal(rng, DTYPES[dtype_name(p.bias_dtype)], pairs),
+            "key_mask": lambda: self._mostly_true(rng, (p.batch, p.kv_len)),
+            "seqused_k": lambda: np.full(p.batch, p.kv_len, index),
+            "q_offset": lambda: np.full(p.batch, max(p.kv_len - p.q_len, 0), index),
+            "alibi_slopes": lambda: slopes.astype(real),
+            "sinks": lambda: self._normal(rng, real, (p.heads,)),
+        }
+        for name, bit in _abi.INPUTS.items():
             if p.inputs & bit:
-                self._add(name, make())
-        for bit, name, shape in (
-            (_abi.OUTPUT_LSE, "lse", rows),
-            (_abi.OUTPUT_WEIGHTS, "weights", pairs),
-            (_abi.OUTPUT_MEAN_WEIGHTS, "mean_weights", (p.batch, p.q_len, p.kv_len)),
-            (_abi.OUTPUT_COLUMN_SUMS, "column_sums", (p.batch, p.heads, p.kv_len)),
-            (_abi.OUTPUT_SCORES, "scores", pairs),
-        ):
-            if p.outputs & bit:
-                self._add(name, np.zeros(shape, kind))
+                self._add(name, makers[name]())
+        for name, shape in result_shapes(*pairs).items():
+            if p.outputs & _abi.OUTPUTS[name]:
+                self._add(name, np.zeros(shape, real))
 
     def _add(self, name: str, array: np.ndarray) -> None:
         self.arrays[name] = array = _aligned(array)
         setattr(self._tensors, name, array.ctypes.data)
 
     @staticmethod
-    def _normal(rng: np.random.Generator, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-        size = int(np.prod(shape))
-        numbers = np.resize(rng.standard_normal(min(size, _RANDOM), dtype=np.float32), shape)
-        if dtype == "bf16":  # which NumPy does not know: the upper half of an f32, rounded
-            return ((numbers.view(np.uint32) + 0x8000) >> 16).astype(np.uint16)
-        return numbers.astype(_REAL[dtype], copy=False)
+    def _normal(rng: np.random.Generator, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+        numbers = rng.standard_normal(min(prod(shape), _RANDOM), dtype=np.float32)
+        return np.resize(to_type(numbers, dtype), shape)
 
     @staticmethod
     def _mostly_true(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-        size = int(np.prod(shape))
-        return np.resize(rng.random(min(size, _RANDOM), dtype=np.float32) < 15 / 16, shape)
+        return np.resize(rng.random(min(prod(shape), _RANDOM), dtype=np.float32) < 15 / 16, shape)
 
 
 def _aligned(array: np.ndarray) -> np.ndarray:
     """The same numbers where a cache line begins. NumPy's arrays begin anywhere, and times would change with that: a
     vector that lies in two lines is two loads, and a decode step in cache took up to 1.6 times as long."""
-    room = np.empty(array.nbytes + _LINE, np.uint8)
-    begin = -room.ctypes.data % _LINE
-    copy = room[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy = aligned_empty(array.shape, array.dtype)
     copy[...] = array
     return copy
-
-
-_LINE = 64
-_REAL = {"f32": np.float32, "f64": np.float64, "f16": np.float16}
 
 
 def _lay(shape: tuple[int, ...], bshd: bool) -> tuple[int, ...]:
@@ -231,7 +213,7 @@ def _lay(shape: tuple[int, ...], bshd: bool) -> tuple[int, ...]:
 def arithmetic_rate(isa: str, dtype: str, threads: int, seconds: float) -> float:
     """FLOP/s of multiply-adds in registers, on the unit that kernels of this dtype use."""
     rate = c_double()
-    check(lib.mh_probe_arithmetic(isa.encode(), _dtype_code(dtype), threads, seconds, byref(rate)))
+    check(lib.mh_probe_arithmetic(isa.encode(), choice(dtype, "dtype", DTYPE_CODES), threads, seconds, byref(rate)))
     return rate.value
 
 

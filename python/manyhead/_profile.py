@@ -80,7 +80,7 @@ def profile(*, calls: int = 4096, tasks: int = 65536, counters: bool = False) ->
             ``summary["counters_note"]`` says why not.
 
     Raises:
-        ValueError: another profile is running, or a number is negative.
+        ValueError: another profile is running, or a number is not from 1 to 2^24.
     """
     for name, number in (("calls", calls), ("tasks", tasks)):
         if isinstance(number, bool) or not isinstance(number, int) or not 0 < number <= 2**24:

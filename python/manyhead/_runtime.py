@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from . import _attention
 from ._library import __version__, check, lib, text_of
+from ._plan import forget_plans
 
 
 def version() -> str:
@@ -43,7 +43,7 @@ def set_isa(name: str | None) -> None:
     if name is not None and "\0" in name:
         raise ValueError(f"there is no instruction set {name!r}")
     check(lib.mh_set_isa(None if name is None else name.encode()))
-    _attention.forget_plans()
+    forget_plans()
 
 
 def threads() -> int:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import math
-import mmap
-import operator
-import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
-
-from ._arrays import BF16
 
 _PARTS = ("q", "k", "v", "o")
 
@@ -68,57 +63,43 @@ def _first(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-_TYPES: dict[str, np.dtype] = {
-    "F64": np.dtype("<f8"),
-    "F32": np.dtype("<f4"),
-    "F16": np.dtype("<f2"),
-    "BF16": np.dtype("<u2"),
-}
+_TYPES = ("F64", "F32", "F16", "BF16")
 
 
 class SafeTensors(Mapping[str, np.ndarray]):
-    """A safetensors file as a mapping from names to read-only arrays on the mapped file; nothing is read before use.
-
-    The format: 8 bytes, the length of the header; the header, JSON with type, shape and place of each tensor; the data.
-    """
+    """A safetensors file as a mapping from names to arrays; none is read before use."""
 
     def __init__(self, path: str | Path) -> None:
-        with Path(path).open("rb") as file:
-            size = file.seek(0, 2)
-            if size < 8:
-                raise ValueError(f"{path} is not a safetensors file: it has {size} bytes")
-            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        (length,) = struct.unpack("<Q", self._data[:8])
-        if length > size - 8:
-            raise ValueError(f"{path} is not a safetensors file, or is cut short: a header of {length} bytes")
+        package = _need("safetensors")
         try:
-            header = json.loads(self._data[8 : 8 + length])
-        except (ValueError, RecursionError):
-            header = None
-        if not isinstance(header, dict):
-            raise ValueError(f"{path} is not a safetensors file: its header is not a JSON object")
-        header.pop("__metadata__", None)
-        self._path, self._header, self._start = path, header, 8 + length
+            self._file = package.safe_open(path, "numpy")
+        except package.SafetensorError as error:
+            raise ValueError(f"{path} cannot be read: {error}") from None
+        self._path, self._names = path, self._file.keys()
 
     def __getitem__(self, name: str) -> np.ndarray:
-        entry = self._header[name]
-        try:
-            kind, shape = str(entry["dtype"]), tuple(map(operator.index, entry["shape"]))
-            begin, end = map(operator.index, entry["data_offsets"])
-        except (TypeError, KeyError, ValueError):
-            raise ValueError(f"{name} in {self._path}: its entry in the header is not that of a tensor") from None
-        dtype = _TYPES.get(kind)
-        if dtype is None:
+        if name not in self._names:
+            raise KeyError(name)
+        kind = self._file.get_slice(name).get_dtype()
+        if kind not in _TYPES:
             raise TypeError(f"{name} in {self._path} has type {kind}, must be one of {', '.join(_TYPES)}")
-        count = math.prod(shape)
-        inside = 0 <= begin <= end <= len(self._data) - self._start
-        if not inside or min(shape, default=1) < 0 or end - begin != count * dtype.itemsize:
-            raise ValueError(f"{name} in {self._path}: its place in the file does not fit its shape")
-        array = np.frombuffer(self._data, dtype, count, self._start + begin).reshape(shape)
-        return array.view(BF16) if kind == "BF16" else array
+        if kind == "BF16":
+            _need("ml_dtypes")  # through which NumPy knows the type
+        return self._file.get_tensor(name)
 
-    def __iter__(self) -> Any:
-        return iter(self._header)
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._header)
+        return len(self._names)
+
+
+def _need(package: str) -> ModuleType:
+    """Imports a package of the extra `safetensors`, or says how to get it."""
+    try:
+        return import_module(package)
+    except ImportError as error:
+        raise ImportError(
+            f"reading this file needs the Python package {package}: pip install {package}, or 'manyhead[safetensors]'",
+            name=package,
+        ) from error

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from types import SimpleNamespace
 from typing import Any
 
 import manyhead
 import numpy as np
+from manyhead import _measure
 from manyhead.profiling import cases, sweep
 from manyhead.profiling import run as running
 
-ITEM_SIZE = {"f32": 4, "f64": 8, "bf16": 2, "f16": 2}
 ARITHMETIC, READ, CALL, CLOCK = 1e11, 1e10, 1e-6, 3e9  # FLOP/s and bytes/s of a thread, seconds, Hz
-
-
-class FakeProblemError(ValueError):
-    """Like ProblemLineError."""
-
-    def __init__(self, line: str, column: int) -> None:
-        super().__init__(f"{line[column:].split()[0]!r} is not a word of a problem line")
-        self.line, self.column = line, column
-
-    def pointed(self) -> str:
-        return f"{self.line}\n{' ' * self.column}^"
 
 
 class FakeMeasure:
@@ -39,36 +26,8 @@ class FakeMeasure:
         self.random = np.random.default_rng(seed)
         self.order: list[str] = []  # the lines that were measured
 
-    def parse_problem(self, line: str) -> Any:
-        sizes = {"b": 1, "h": 0, "q": 0, "kv": 0, "d": 0, "v": 0}
-        kv_heads, causal, inputs = 0, False, 0
-        for match in re.finditer(r"\S+", line):
-            word = match[0]
-            if size := re.fullmatch(r"(b|h|q|kv|d|v)(\d+)(?:/(\d+))?", word):
-                sizes[size[1]] = int(size[2])
-                kv_heads = int(size[3] or kv_heads)
-            elif word == "causal":
-                causal = True
-            elif word == "mask":
-                inputs = 1
-            elif word not in ITEM_SIZE and not word.startswith("align="):
-                raise FakeProblemError(line, match.start())
-        return SimpleNamespace(
-            batch=sizes["b"],
-            heads=sizes["h"],
-            kv_heads=kv_heads or sizes["h"],
-            q_len=sizes["q"],
-            kv_len=sizes["kv"],
-            head_dim=sizes["d"],
-            v_dim=sizes["v"] or sizes["d"],
-            causal=causal,
-            inputs=inputs,
-            outputs=0,
-        )
-
-    def check_problem(self, problem: Any) -> None:
-        if problem.heads % problem.kv_heads:
-            raise ValueError(f"kv_heads is {problem.kv_heads}, must divide heads = {problem.heads}")
+    parse_problem = staticmethod(_measure.parse_problem)
+    check_problem = staticmethod(_measure.check_problem)
 
     def Workload(self, line: str, *, isa: str | None = None, threads: int = 0, seed: int = 0) -> FakeWorkload:
         if self.failing and self.failing in line.split():
@@ -90,10 +49,11 @@ class FakeWorkload:
         self.machine, self.line, self.isa, self.threads = machine, line, isa, threads
         self.dtype, self.route, self.plan = line.split()[0], "tile", {}
         p = machine.parse_problem(line)
-        q_rows, kv_rows = p.batch * p.heads * p.q_len, p.batch * p.kv_heads * p.kv_len
-        self.flops = 2.0 * (p.head_dim + p.v_dim) * q_rows * (p.kv_len + 1 if p.causal else 2 * p.kv_len) / 2
-        item = ITEM_SIZE[self.dtype]
-        self.bytes = float((q_rows + kv_rows) * (p.head_dim + p.v_dim) * item)
+        q_rows, kv_rows = p.batch * p.heads * p.q_len, p.batch * (p.kv_heads or p.heads) * p.kv_len
+        dims = p.head_dim + (p.v_dim or p.head_dim)
+        self.flops = 2.0 * dims * q_rows * (p.kv_len + 1 if p.causal else 2 * p.kv_len) / 2
+        item = cases.ITEM_SIZE[self.dtype]
+        self.bytes = float((q_rows + kv_rows) * dims * item)
         self.arrays = {name: np.broadcast_to(np.uint8(0), (kv_rows * p.head_dim * item,)) for name in ("k", "v")}
         self.seconds = (max(self.flops / ARITHMETIC, self.bytes / READ) / threads * 2 + CALL) * machine.slower
 

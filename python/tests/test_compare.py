@@ -156,7 +156,6 @@ def test_the_table(files, capsys):
 
 
 def test_the_page(files, capsys):
-    pytest.importorskip("manyhead.report.page")
     status, out, _ = command(capsys, "old.json", "slow.json", "fast.json", "--html", "a.html")
     assert status == 0 and "Wrote a.html." in out
     assert "slow" in (files / "a.html").read_text(encoding="utf-8")

@@ -420,7 +420,7 @@ def test_a_folder_that_cannot_be_written_is_found_first(capsys, folder, tmp_path
     file.touch()
     code, out, err = demo(capsys, folder, "--out", str(file / "pictures"), "a")
     assert (code, out) == (1, "")
-    assert err.startswith(f"error: Pictures cannot be written to {file / 'pictures'}: Not a directory.")
+    assert err.startswith(f"error: cannot write to {file / 'pictures'}: Not a directory.")
 
 
 def test_missing_packages_are_named(capsys, folder, monkeypatch):

@@ -16,8 +16,8 @@ from pathlib import Path
 import manyhead
 import numpy as np
 import pytest
+from manyhead._user import UserError
 from manyhead.commands import main
-from manyhead.commands.errors import UserError
 from manyhead.head_analysis.recording import read_recording
 from manyhead.head_analysis.removal import output_change
 from manyhead.head_analysis.report import habit
@@ -313,7 +313,8 @@ class Page(HTMLParser):
 HOSTILE = ["<script>alert(1)</script>", "$x_1$", "{{ 7*7 }}", "Z\u00fcrich\u732b", "a&b\"'", "[bold]x[/bold]"]
 
 
-def test_the_whole_command(packages, tmp_path, capsys):
+def test_the_whole_command(packages, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     w_o = np.random.default_rng(0).standard_normal((2, 5, 36))
     file = save(tmp_path / "<i>.npz", lead=(2, 1), tokens=np.array(HOSTILE), w_o=w_o, causal=True)
     out = tmp_path / "new" / "report"
@@ -371,6 +372,13 @@ def test_long_texts_without_tokens(packages, tmp_path, capsys):
     assert "40 queries, 150 keys" in page.text
 
 
+def test_a_link_to_the_numbers_stays_one(packages, tmp_path, capsys):
+    (tmp_path / "link").symlink_to(tmp_path / "numbers.json")
+    file = save(tmp_path / "a.npz")
+    assert main(["heads", str(file), "--out", str(tmp_path / "out"), "--json", str(tmp_path / "link")]) == 0
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "numbers.json").read_text().startswith("{")
+
+
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (2, 1, 1, 60), (2, 2, 9, 4)])
 @pytest.mark.parametrize("causal", ["--causal", "--no-causal"])
 def test_odd_sizes_are_drawn(packages, tmp_path, capsys, recwarn, sizes, causal):
@@ -398,7 +406,7 @@ def test_bad_use_is_a_sentence_before_the_work(packages, tmp_path, capsys, monke
     refused("give an .npz file with q, k and v, or --demo")
     refused(f"cannot write to {taken}: Not a directory", file, "--out", taken)
     refused(f"cannot write to {taken / 'x'}: Not a directory", file, "--out", taken / "x")
-    refused(f"cannot write {tmp_path}: it is a folder", file, "--json", tmp_path, "--out", tmp_path / "new")
+    refused(f"cannot write {tmp_path}: Is a directory", file, "--json", tmp_path, "--out", tmp_path / "new")
     refused("--demo and --causal cannot be used together", "--demo", "--causal")
     refused("--model goes with --demo", file, "--model", tmp_path)
     if find_spec("safetensors") and find_spec("tokenizers"):

@@ -13,8 +13,8 @@ import pytest
 from fake_measure import MACHINE, FakeMeasure, is_plain
 from interpreter import run_python
 from manyhead import _measure
+from manyhead._user import UserError
 from manyhead.commands import main
-from manyhead.commands.errors import UserError
 from manyhead.profiling import replay, sweep
 
 pytest.importorskip("rich")
@@ -98,9 +98,9 @@ def test_a_problem_is_the_same_however_it_is_written():
         ("", "log.txt: there is no problem line in it: make one with MH_VERBOSE=1"),
         ("# nothing\n\n", "there is no problem line in it"),
         ("manyhead: # layer f32 b1: 3 us\nmanyhead: # layer f32 b1: 3 us\n", "only 2 lines of layers and merges"),
-        (f"{A}\nf32 b1 h8 q1 kv1 d64 casual", "log.txt:2: 'casual' is not a word"),
-        (f"x\nmanyhead: {A}\nmanyhead: f32 b1 bah", "log.txt:3: 'bah' is not a word of a problem line\nf32 b1 b"),
-        ("hello world", "log.txt:1: 'hello' is not a word"),
+        (f"{A}\nf32 b1 h8 q1 kv1 d64 casual", 'log.txt:2: "casual" is not a word'),
+        (f"x\nmanyhead: {A}\nmanyhead: f32 b1 bah", 'log.txt:3: "bah" is not a word of a problem (column 8)\nf32 b1 b'),
+        ("hello world", 'log.txt:1: "hello" is not a dtype'),
         ("f32 b1 h3/2 q1 kv1 d8", "log.txt:1: kv_heads is 2, must divide heads = 3\nf32 b1 h3/2 q1 kv1 d8"),
     ],
 )  # fmt: skip
@@ -230,7 +230,7 @@ def test_an_interrupt_is_told(fake, log, capsys):
         (["."], "cannot read .: Is a directory"),
         (["binary"], "cannot read binary: it is not a text file"),
         (["empty"], "empty: there is no problem line in it"),
-        (["typo"], "typo:1: 'casual' is not a word of a problem line\nf32 b1 casual\n       ^"),
+        (["typo"], 'typo:1: "casual" is not a word of a problem (column 8)\nf32 b1 casual\n       ^'),
         (["log.txt", "--top", "0"], "--top 0: expected a number of problems, at least 1"),
         (["log.txt", "--threads", "99"], "--threads 99: '99' is not a number from 1 to 4"),
         (["log.txt", "--isa", "avx3"], "there is no instruction set 'avx3'"),

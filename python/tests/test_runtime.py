@@ -158,7 +158,7 @@ def test_every_place_is_listed(monkeypatch):
     places = list(_library.candidates())
     assert any(str(PACKAGE.resolve()) in place for place in places)
     assert any(".manyhead.mesonpy.libs" in place for place in places)
-    assert _library.file_names()[0] in places
+    assert _library.FILE_NAMES[0] in places
     monkeypatch.setattr(_library, "candidates", lambda: iter(["/nowhere/a.so", "libnot-there-manyhead.so"]))
     with pytest.raises(ImportError, match=r"(?s)/nowhere/a\.so: no such file.*libnot-there-manyhead\.so: "):
         _library.load()
@@ -183,10 +183,10 @@ def test_the_library_is_found_beside_the_package(tmp_path):
     (beside / "_library.py").write_text((PACKAGE / "_library.py").read_text())
     libraries = beside.parent / ".manyhead.mesonpy.libs"
     libraries.mkdir()
-    (libraries / _library.file_names()[-1]).symlink_to(_library.path)
+    (libraries / _library.FILE_NAMES[-1]).symlink_to(_library.path)
     code = "import manyhead; from manyhead._library import path; print(path)"
     done = run_python(code, PYTHONPATH=str(beside.parent), MANYHEAD_LIBRARY="")
-    assert done.stdout.strip() == str(libraries / _library.file_names()[-1]), done.stderr
+    assert done.stdout.strip() == str(libraries / _library.FILE_NAMES[-1]), done.stderr
 
 
 def test_the_package_is_typed_and_names_what_it_exports():

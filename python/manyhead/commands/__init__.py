@@ -14,7 +14,8 @@ from importlib import import_module
 
 from .._library import Error, __version__
 from .._measure import check_problem, parse_problem
-from .errors import FAILED, INTERRUPTED, OK, WRONG_USE, UserError
+from .._user import UserError
+from .errors import FAILED, INTERRUPTED, OK, WRONG_USE
 
 COMMANDS = ("profile", "compare", "explain", "replay", "heads", "info")
 DEFAULT = "info"  # without a command

@@ -7,10 +7,9 @@ import argparse
 import math
 import sys
 
+from .._user import UserError, need, writable
 from ..profiling.compare import below, compare, labels
 from ..profiling.document import load
-from .errors import UserError, need
-from .files import writable
 
 SUMMARY = "compare the JSON files of several profiles"
 

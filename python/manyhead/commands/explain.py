@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from .._runtime import machine
+from .._user import UserError, need, one_of
 from ..profiling import cases, document, explain
 from ..profiling.run import available_memory
-from .errors import UserError, interrupted, need, no_other_profile, one_of
+from .errors import interrupted, no_other_profile
 from .options import isas_of, seconds_of, single, threads_of
 
 SUMMARY = "the plan for a problem, and the time it should take"

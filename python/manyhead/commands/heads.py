@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .._user import UserError, check_folder, need, writable, write_files, write_text
 from ..head_analysis.recording import FORMAT
-from .errors import UserError, need
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from ..head_analysis.recording import Recording
     from ..head_analysis.report import Report
+    from ..profiling.sweep import Watch
 
 SUMMARY = "what each attention head does: heat maps, entropy, sinks, redundancy"
 
@@ -77,26 +77,29 @@ def run(options: argparse.Namespace) -> int:
     from ..head_analysis.page import make_page
     from ..head_analysis.pictures import draw
     from ..head_analysis.report import analyse, to_json
+    from ..profiling import show
 
-    _check_folder(options.out)
-    if options.json:
-        _check_folder(options.json.parent)
-        if options.json.is_dir():
-            raise UserError(f"cannot write {options.json}: it is a folder")
-    with _Progress() as progress:
-        recording = _read(options, progress.step("Removing heads"))
-        report = analyse(recording, max_cells=options.max_cells, progress=progress.step("Measuring heads"))
-        drawing = progress.step("Drawing")
+    check_folder(options.out)
+    if options.json and options.json.exists():
+        writable(options.json)
+    elif options.json:
+        check_folder(options.json.parent)
+    with show.progress("reading") as watch:
+        watch.plan(2.0 if options.demo is None else 3.0)
+        recording = _read(options, _step(watch, "removing heads"))
+        report = analyse(recording, max_cells=options.max_cells, progress=_step(watch, "measuring heads"))
+        drawing = _step(watch, "drawing")
         pictures = []
         for picture in draw(report):
             pictures.append(picture)
             drawing(len({p.layer for p in pictures}) / (1 + len(report.layers)))
     files = {picture.name: picture.png for picture in pictures}
     files["index.html"] = make_page(report, pictures).encode()
-    _write(options.out, files)
+    write_files(options.out, files)
     if options.json:
-        _write(options.json.parent, {options.json.name: json.dumps(to_json(report), indent=1).encode()})
-    _print_table(report)
+        write_text(options.json, json.dumps(to_json(report), indent=1))
+    with show.console() as console:
+        _print_table(console, report)
     print(f"Wrote {options.out / 'index.html'} and {len(pictures)} pictures.")
     return 0
 
@@ -124,51 +127,21 @@ def _read(options: argparse.Namespace, progress: Callable[[float], None]) -> Rec
     return record_demo(options.demo.strip() or TEXT, layers=options.layers, model=options.model, progress=progress)
 
 
-def _check_folder(folder: Path) -> None:
-    """Whether the folder can be made and written, tried now; nothing is left there."""
-    parent = folder
-    while not parent.exists() and parent != parent.parent:
-        parent = parent.parent
-    try:
-        with tempfile.TemporaryFile(dir=parent):
-            pass
-    except OSError as error:
-        raise UserError(f"cannot write to {folder}: {error.strerror}") from error
+def _step(watch: Watch, name: str) -> Callable[[float], None]:
+    """A part of the plan, which is told the share of it that is done."""
+    reached = 0.0
+
+    def reach(share: float) -> None:
+        nonlocal reached
+        watch.now(name)
+        watch.done(share - reached)
+        reached = share
+
+    return reach
 
 
-def _write(folder: Path, files: dict[str, bytes]) -> None:
-    """All files or, where it is interrupted before the last one is complete, none."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".unfinished-") as unfinished:
-            for name, content in files.items():
-                (Path(unfinished) / name).write_bytes(content)
-            for name in files:
-                (Path(unfinished) / name).replace(folder / name)
-    except OSError as error:
-        raise UserError(f"cannot write to {folder}: {error.strerror}") from error
-
-
-class _Progress(ExitStack):
-    """A bar on stderr while it is a terminal."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        from rich.console import Console
-        from rich.progress import Progress
-
-        console = Console(stderr=True)
-        self._bars = self.enter_context(Progress(console=console, transient=True, disable=not console.is_terminal))
-
-    def step(self, name: str) -> Callable[[float], None]:
-        bar = self._bars.add_task(name, total=1.0, visible=False)
-        return lambda share: self._bars.update(bar, completed=share, visible=True)
-
-
-def _print_table(report: Report) -> None:
-    from rich.console import Console
+def _print_table(console: Console, report: Report) -> None:
     from rich.table import Table
-    from rich.text import Text
 
     from ..head_analysis.report import head_rows
 
@@ -193,9 +166,8 @@ def _print_table(report: Report) -> None:
             f"{row['first_key']:.0%}",
             form.format(row[change]),
             "" if row["closest_head"] is None else f"{row['closest_head']} ({row['similarity']:.2f})",
-            Text(row["habit"]),
+            row["habit"],
         )
-    console = Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 80)
     console.print(table)
     if len(shown) < len(rows):
         console.print(f"These are {len(shown)} of {len(rows)} heads, those whose removal changes {of_what} most.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .._runtime import isas
-from .errors import UserError, one_of
+from .._user import UserError, one_of
 
 
 def words(option: str, text: str) -> list[str]:

@@ -8,12 +8,12 @@ import dataclasses
 from typing import Any
 
 from .._runtime import machine
+from .._user import UserError, need, writable
 from ..profiling import cases, document, sweep
 from ..profiling.limits import Limits
 from ..profiling.model import model_cases
 from ..profiling.run import available_memory, profile
-from .errors import UserError, interrupted, need, no_other_profile
-from .files import writable
+from .errors import interrupted, no_other_profile
 from .options import isas_of, names, seconds_of, threads_of, words
 
 SUMMARY = "measure attention on this machine, and what the machine could do"

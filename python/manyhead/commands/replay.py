@@ -9,10 +9,10 @@ import json
 import sys
 
 from .._runtime import machine
+from .._user import UserError, need, read_text
 from ..profiling import replay
 from ..profiling.run import available_memory
-from .errors import UserError, interrupted, need, no_other_profile
-from .files import read_text
+from .errors import interrupted, no_other_profile
 from .options import isas_of, seconds_of, single, threads_of
 
 SUMMARY = "run the calls of a log of MH_VERBOSE=1 again"

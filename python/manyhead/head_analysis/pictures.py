@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -46,11 +47,15 @@ def draw(report: Report) -> Iterator[Picture]:
 
 def _finish(name: str, layer: int | None, caption: str, figure: Figure) -> Picture:
     file = io.BytesIO()
+    save_png(figure, file)
+    return Picture(name, layer, caption, file.getvalue())
+
+
+def save_png(figure: Figure, file: Path | io.BytesIO) -> None:
     with warnings.catch_warnings():
         # A letter that the font lacks is drawn as a box; a line for each of them would help nobody.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure.savefig(file, format="png", dpi=_DPI)
-    return Picture(name, layer, caption, file.getvalue())
 
 
 def _new_figure(height: float, *, arranged: bool = True) -> Any:

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..commands.errors import UserError
-from ..commands.files import read_text
+from .._user import UserError, read_text
 
 FORMAT = """\
 An .npz file holds (numpy.savez("qkv.npz", q=q, k=k, v=v)):

@@ -16,7 +16,7 @@ from .statistics import HeadStatistics, head_statistics
 
 TOP_KEYS = 10
 _EVEN = 0.95  # of the largest possible entropy: such a head is called even whatever its strongest habit is
-_HABIT = 0.25  # a share from which a habit names the head
+HABIT = 0.25  # a share from which a habit names the head
 _NEAR = {0: "itself", -1: "previous token", 1: "next token"}
 
 
@@ -77,7 +77,7 @@ def habit(statistics: HeadStatistics, head: int, tokens: list[str] | None) -> st
     if statistics.received[head, key] > share:
         share = float(statistics.received[head, key])
         name = repr(tokens[key]) if tokens else f"key {key}"
-    return f"{name} {share:.0%}" if share >= _HABIT else f"90% within {statistics.reach[head]}"
+    return f"{name} {share:.0%}" if share >= HABIT else f"90% within {statistics.reach[head]}"
 
 
 def head_rows(report: Report) -> list[dict[str, Any]]:

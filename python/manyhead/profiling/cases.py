@@ -9,7 +9,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from ..commands.errors import UserError, one_of
+from .._user import UserError, one_of
 from ..report.units import plural
 from .instruments import Instruments
 

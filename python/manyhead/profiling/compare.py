@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ def compare(documents: Sequence[tuple[str, Document]]) -> dict[str, Any]:
     means: list[float | None] = []
     for i in range(len(documents)):
         ratios = [row["ratios"][i] for row in rows if row["ratios"][i] is not None]
-        means.append(math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None)
+        means.append(geometric_mean(ratios) if ratios else None)
     return {
         "documents": [{"label": label, "document": document} for label, document in documents],
         "rows": rows,

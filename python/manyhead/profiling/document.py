@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .._library import __version__
-from ..commands.errors import UserError
-from ..commands.files import read_text, write_text
+from .._user import UserError, read_text, write_text
 
 FORMAT = "manyhead-profile"
 VERSION = 1

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from .. import _abi
-from ..commands.errors import UserError
+from .._user import UserError
 from ..report import units
 from .cases import Row
 from .instruments import Instruments, Planned, Workload

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..commands.errors import UserError
-from ..commands.files import read_text
+from .._user import UserError, read_text
 from .cases import Case
 
 Config = dict[str, Any]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from ..commands.errors import UserError
+from .._user import UserError
 from .cases import ITEM_SIZE, make_rows, read_problem, shape_cases
 from .instruments import Instruments
 from .limits import Limits, Steadiness

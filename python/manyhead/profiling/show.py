@@ -405,8 +405,8 @@ def _comparison_columns(letters: Sequence[str]) -> list[Column]:
 
 
 @contextmanager
-def progress() -> Iterator[Watch]:
-    """A bar with the time left on stderr, where that is a terminal."""
+def progress(first: str = "the machine") -> Iterator[Watch]:
+    """A bar with the time left on stderr, where that is a terminal; `first` is what it says at first."""
     if not sys.stderr.isatty():
         yield Watch()
         return
@@ -423,7 +423,7 @@ def progress() -> Iterator[Watch]:
         transient=True,
     )
     with bar:
-        task = bar.add_task("the machine", total=None)
+        task = bar.add_task(first, total=None)
         yield Watch(
             plan=lambda seconds: bar.reset(task, total=seconds),
             now=lambda what: bar.update(task, description=what),

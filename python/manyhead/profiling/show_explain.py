@@ -6,27 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..report import units
+from ..report.phases import PHASES
 from .explain import HOLDS, QUIET, Explanation
 from .show import Column, giga, print_table
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-# Phases, in the order of a call.
-LABELS = {
-    "pack": "Q, K and V into order",
-    "scores": "scores: Q x K",
-    "mask": "masks and biases",
-    "softmax": "softmax",
-    "values": "values: weights x V",
-    "store": "results stored",
-    "merge": "chunks merged",
-    "weights": "second pass",
-    "task": "taking tasks",
-    "call": "the call itself",
-    "read": "reading",
-    "idle": "threads that wait",
-}
 
 
 def show_explanation(console: Console, found: Explanation) -> None:
@@ -100,11 +85,11 @@ def _show_terms(console: Console, found: Explanation) -> None:
     phases = found["measured"]["phases"] if found["measured"] else None
     rows: list[dict[str, Any]] = [
         {
-            "label": LABELS[key] + (f" from {found['rates']['level']}" if key == "read" else ""),
+            "label": phase.words + (f" from {found['rates']['level']}" if key == "read" else ""),
             "predicted": terms.get(key),
             "measured": (phases or {}).get(key),
         }
-        for key in LABELS
+        for key, phase in PHASES.items()
         if terms.get(key) or (phases or {}).get(key)
     ]
     columns = [

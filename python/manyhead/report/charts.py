@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable
 from itertools import cycle
 from typing import Any
 
-from ..commands.errors import need
+from .._user import need
 from . import units
+from .phases import PHASES, Phase
 from .rows import Row, best, curves, labels
 
 Figure = Any  # plotly has no types
@@ -24,22 +25,6 @@ INK, FAINT, GRID, SURFACE = "var(--ink)", "var(--faint)", "var(--grid)", "var(--
 HUES = [f"var(--hue-{name})" for name in ("blue", "vermilion", "green", "purple", "orange", "sky")]
 SYMBOLS = ("circle", "diamond", "square", "triangle-up", "cross", "star")
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
-# The phases in the order of the work. Those that belong together share a hue: the rarer one is hatched.
-PHASES = {
-    "project": ("project", "sky", "/"),
-    "pack": ("pack", "sky", ""),
-    "scores": ("QK\u1d40", "blue", ""),
-    "mask": ("mask", "blue", "/"),
-    "softmax": ("softmax", "orange", ""),
-    "values": ("PV", "green", ""),
-    "store": ("store", "green", "/"),
-    "merge": ("merge", "purple", ""),
-    "weights": ("weights", "purple", "/"),
-    "idle": ("idle", "grey", ""),
-}
-
-ORDER = list(PHASES)
-
 LONGEST_NAME, LONGEST_LABEL = 20, 18  # letters
 RATIO_MARKS = ((0.8, 0.9, 1, 1.1, 1.25), (0.5, 0.7, 1, 1.4, 2), (0.125, 0.25, 0.5, 1, 2, 4, 8), (0.01, 0.1, 1, 10, 100))
 TICKS = 8  # at most, where each point's place on the axis is named: as many as a phone has room for
@@ -183,7 +168,7 @@ def _lines(rows: list[Row]) -> dict[str, Any]:
 def shown_phases(rows: Iterable[Row]) -> list[str]:
     """The phases that took any time in any of the rows."""
     taken = {name for row in rows for name, seconds in (row["phases"] or {}).items() if seconds}
-    return sorted(taken, key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name))
+    return [name for name in PHASES if name in taken] + sorted(taken - PHASES.keys())
 
 
 def phase_share(row: Row, name: str) -> float:
@@ -192,13 +177,13 @@ def phase_share(row: Row, name: str) -> float:
 
 
 def phase_title(name: str) -> str:
-    return PHASES[name][0] if name in PHASES else plain(name)
+    return PHASES[name].title if name in PHASES else plain(name)
 
 
 def _phase_look(name: str) -> dict[str, Any]:
-    _, hue, hatch = PHASES.get(name, ("", "vermilion", ""))
-    pattern = {"shape": hatch, "fgcolor": SURFACE, "size": 6, "solidity": 0.35, "fillmode": "overlay"}
-    return {"color": f"var(--hue-{hue})", "line": {"color": SURFACE, "width": 1}, "pattern": pattern}
+    phase = PHASES.get(name, Phase(name, name, "vermilion"))
+    pattern = {"shape": phase.hatch, "fgcolor": SURFACE, "size": 6, "solidity": 0.35, "fillmode": "overlay"}
+    return {"color": f"var(--hue-{phase.hue})", "line": {"color": SURFACE, "width": 1}, "pattern": pattern}
 
 
 def _phase_text(row: Row, name: str) -> str:

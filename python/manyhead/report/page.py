@@ -14,8 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ..commands.errors import need
-from ..commands.files import write_text
+from .._user import need, write_text
 from . import charts, units
 from .charts import Figure
 from .roofline import KIND_COLOURS, has_place, roofline

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from ..commands.errors import need
+from .._user import need
 from .charts import FAINT, HUES, INK, SURFACE, Figure, details, figure, log_range, plain
 from .rows import Row, commonest_threads, kind
 
