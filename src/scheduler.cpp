@@ -43,9 +43,7 @@ class workspace {
 
  private:
   // Out of line, as each mention of what is a thread's own is a call.
-  __attribute__((noinline)) static thread_memory& kept() {
-    return thread_memory::of<workspace>();
-  }
+  __attribute__((noinline)) static thread_memory& kept() { return thread_memory::of<workspace>(); }
 
   char* base_ = nullptr;
   borrowed_memory memory_;

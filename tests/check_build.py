@@ -285,12 +285,14 @@ def check_direction(root: Path, file: str, name: str) -> list[str]:
 
 
 def check_readme(root: Path, readme: Path) -> list[str]:
-    """Words that look like a path of ours must exist, from the root or from the README's folder."""
+    """Words that look like a path of ours must exist, from the root or from the README's folder; names of files, anywhere."""
     wrong = []
     tops = {path.name for path in root.iterdir()} - {"build"}
+    ours = {path.name for top in [*SOURCES, "python"] for path in (root / top).rglob("*")}
     for word in re.findall(r"(?<![\w./<-])[\w./-]*\w", readme.read_text()):
         looks_like_path = word.split("/")[0] in tops if "/" in word else Path(word).suffix in SUFFIXES | {".py"}
-        if looks_like_path and not any((folder / word).exists() for folder in (root, readme.parent)):
+        exists = any((folder / word).exists() for folder in (root, readme.parent)) or word in ours
+        if looks_like_path and not exists:
             wrong.append(f"{readme.relative_to(root)}: names {word}, which does not exist")
     return wrong
 
