@@ -285,7 +285,7 @@ def check_direction(root: Path, file: str, name: str) -> list[str]:
 
 
 def check_readme(root: Path, readme: Path) -> list[str]:
-    """Words that look like a path of ours must exist, from the root or from the README's folder; names of files, anywhere."""
+    """Words that look like a path of ours must exist, from the root or the README's folder; names of files anywhere."""
     wrong = []
     tops = {path.name for path in root.iterdir()} - {"build"}
     ours = {path.name for top in [*SOURCES, "python"] for path in (root / top).rglob("*")}
