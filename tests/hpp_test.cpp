@@ -6,6 +6,7 @@
 
 #include <pthread.h>
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <type_traits>
@@ -336,6 +337,59 @@ struct layer_call {
 };
 
 constexpr mh_dtype dtypes[] = {MH_DTYPE_F32, MH_DTYPE_F64, MH_DTYPE_BF16, MH_DTYPE_F16};
+
+TEST_CASE("a bias of another type than q, k and v") {
+  const auto words = [](const std::vector<float>& x) {
+    std::vector<manyhead::bf16> result;
+    for (const float value : x) result.push_back(static_cast<manyhead::bf16>(std::bit_cast<uint32_t>(value) >> 16));
+    return result;
+  };
+  const arrays x;
+  const std::vector<manyhead::bf16> q = words(x.q), k = words(x.k), v = words(x.v);
+  const std::vector<float> bias = numbers(M * N, 4);
+  std::vector<manyhead::bf16> narrow = words(bias), out(x.out.size()), wanted(out);
+  std::vector<float> wide;  // the same numbers
+  for (const manyhead::bf16 word : narrow) wide.push_back(std::bit_cast<float>(static_cast<uint32_t>(word) << 16));
+  const auto run = [&]<typename Bias>(const std::vector<Bias>& values, std::vector<manyhead::bf16>& to) {
+    manyhead::attention(manyhead::arguments<manyhead::bf16, int32_t, Bias>{.q = {q, {B, H, M, D}},
+                                                                           .k = {k, {B, G, N, D}},
+                                                                           .v = {v, {B, G, N, V}},
+                                                                           .out = {to, {B, H, M, V}},
+                                                                           .bias = {values, {1, 1, M, N}}});
+  };
+  run(wide, out);
+  run(narrow, wanted);
+  CHECK(out == wanted);
+}
+
+TEST_CASE("partial results are merged") {
+  arrays x;
+  manyhead::arguments<float> a = x.arguments();
+  std::vector<float> lse(B * H * M), outs(2 * B * H * M * V), lses(2 * B * H * M), out(x.out.size()),
+      joined(lse.size());
+  a.lse = {lse, {B, H, M}};
+  manyhead::attention(a);
+  const std::vector<float> whole = x.out, whole_lse = lse;
+  const int64_t first = 2;  // keys of one part, the others are the other's
+  for (int64_t part = 0; part < 2; ++part) {
+    const int64_t begin = part == 0 ? 0 : first, keys = part == 0 ? first : N - first;
+    a.k = {x.k.data() + begin * D, {B, G, keys, D}, {G * N * D, N * D, D, 1}};
+    a.v = {x.v.data() + begin * V, {B, G, keys, V}, {G * N * V, N * V, V, 1}};
+    manyhead::attention(a);
+    std::copy(x.out.begin(), x.out.end(), outs.begin() + part * std::ssize(x.out));
+    std::copy(lse.begin(), lse.end(), lses.begin() + part * std::ssize(lse));
+  }
+  const manyhead::states<float> s{.outs = {outs, {2, B, H, M, V}},
+                                  .lses = {lses, {2, B, H, M}},
+                                  .out = {out, {B, H, M, V}},
+                                  .lse = {joined, {B, H, M}}};
+  manyhead::merge(s);
+  for (size_t i = 0; i < out.size(); ++i) CHECK(out[i] == doctest::Approx(whole[i]).epsilon(1e-5));
+  for (size_t i = 0; i < lse.size(); ++i) CHECK(joined[i] == doctest::Approx(whole_lse[i]).epsilon(1e-5));
+  manyhead::states<float> wrong = s;
+  wrong.lses.dims[3] = M + 1;
+  CHECK(has(thrown_by([&] { manyhead::merge(wrong); }), "lses has shape [2, 2, 4, 4], must be [2, 2, 4, 3]"));
+}
 
 // In each state that a host may be in, on one thread and on all; and where the host's own function leaves the calling thread in it.
 template <typename Call>

@@ -105,12 +105,46 @@ struct view {
   }
 };
 
-// Everything about one attention call. T: element of q, k, v, out. Index: int32_t or int64_t.
-template <typename T, typename Index = int32_t>
+namespace detail {
+
+// Strides of a view of the shape `dims`, which it must have; of an optional input, which is broadcast where it has 1.
+template <typename T, size_t Rank>
+void take(const char* name, const view<T, Rank>& a, const std::array<int64_t, Rank>& dims, int64_t* strides) {
+  if (a.dims != dims) {
+    throw error(MH_INVALID_ARGUMENT,
+                std::string(name) + " has shape [" + a.text(a.dims) + "], must be [" + a.text(dims) + "]");
+  }
+  std::copy(a.strides.begin(), a.strides.end(), strides);
+}
+template <typename T, size_t Rank>
+void take_broadcast(const char* name, view<T, Rank> a, const std::array<int64_t, Rank>& dims, int64_t* strides) {
+  for (size_t i = 0; i < Rank; ++i) {
+    if (a.dims[i] == 1 && dims[i] != 1) a.dims[i] = dims[i], a.strides[i] = 0;
+  }
+  take(name, a, dims, strides);
+}
+// Whether there are any: as many as expected.
+template <typename T>
+bool has_size(const char* name, std::span<const T> a, int64_t expected) {
+  if (a.data() == nullptr) return false;
+  if (std::ssize(a) == expected) return true;
+  throw error(MH_INVALID_ARGUMENT, std::string(name) + " has " + std::to_string(a.size()) + " elements, must have " +
+                                       std::to_string(expected));
+}
+
+}  // namespace detail
+
+// float; of double, double.
+template <typename T>
+using real_of = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+// Everything about one attention call. T: element of q, k, v, out. Index: int32_t or int64_t. Bias: element of the bias.
+template <typename T, typename Index = int32_t, typename Bias = T>
 struct arguments {
   static_assert(dtype_of<T> >= 0, "elements are float, double, manyhead::bf16 or manyhead::f16");
   static_assert(std::is_same_v<Index, int32_t> || std::is_same_v<Index, int64_t>);
-  using real = std::conditional_t<std::is_same_v<T, double>, double, float>;
+  static_assert(dtype_of<Bias> >= 0, "so are those of a bias");
+  using real = real_of<T>;
 
   view<const T, 4> q{};
   view<const T, 4> k{};
@@ -128,7 +162,7 @@ struct arguments {
 
   // Optional inputs. A dimension of 1 is broadcast.
   view<const uint8_t, 4> mask{};
-  view<const T, 4> bias{};
+  view<const Bias, 4> bias{};
   view<const uint8_t, 2> key_mask{};
   std::span<const Index> seqused_k{};    // [batch]
   std::span<const Index> q_offsets{};    // [batch], with MH_ALIGN_OFFSET
@@ -151,7 +185,7 @@ struct arguments {
     p.batch = q.dims[0], p.heads = q.dims[1], p.q_len = q.dims[2], p.head_dim = q.dims[3];
     p.kv_heads = k.dims[1], p.kv_len = k.dims[2], p.v_dim = v.dims[3];
     if (p.kv_heads < 1 || p.v_dim < 1) throw error(MH_INVALID_ARGUMENT, "k.dims[1] and v.dims[3] must be >= 1");
-    p.dtype = p.bias_dtype = dtype_of<T>;
+    p.dtype = dtype_of<T>, p.bias_dtype = dtype_of<Bias>;
     p.index_type = std::is_same_v<Index, int64_t> ? MH_INDEX_I64 : MH_INDEX_I32;
     p.flags = MH_FLAG_STRIDES | MH_FLAG_WINDOW | (scale ? MH_FLAG_SCALE : 0u) | (fast_exp ? MH_FLAG_FAST_EXP : 0u);
     p.scale = scale.value_or(0.0);
@@ -161,28 +195,30 @@ struct arguments {
     p.window_left = window_left, p.window_right = window_right;
     p.alibi_mode = alibi_mode, p.lse_base = lse_base, p.scores_stage = scores_stage;
     const int64_t b = p.batch, h = p.heads, g = p.kv_heads, m = p.q_len, n = p.kv_len;
-    take("q", q, {b, h, m, p.head_dim}, p.q_strides);
-    take("k", k, {b, g, n, p.head_dim}, p.k_strides);
-    take("v", v, {b, g, n, p.v_dim}, p.v_strides);
-    take("out", out, {b, h, m, p.v_dim}, p.out_strides);
-    if (mask) p.inputs |= MH_INPUT_MASK, take("mask", mask, {b, h, m, n}, p.mask_strides, true);
-    if (bias) p.inputs |= MH_INPUT_BIAS, take("bias", bias, {b, h, m, n}, p.bias_strides, true);
-    if (key_mask) p.inputs |= MH_INPUT_KEY_MASK, take("key_mask", key_mask, {b, n}, p.key_mask_strides, true);
-    if (size("seqused_k", seqused_k, b)) p.inputs |= MH_INPUT_SEQUSED_K;
-    if (size("q_offsets", q_offsets, b)) p.inputs |= MH_INPUT_Q_OFFSET;
-    if (size("sinks", sinks, h)) p.inputs |= MH_INPUT_SINKS;
+    detail::take("q", q, {b, h, m, p.head_dim}, p.q_strides);
+    detail::take("k", k, {b, g, n, p.head_dim}, p.k_strides);
+    detail::take("v", v, {b, g, n, p.v_dim}, p.v_strides);
+    detail::take("out", out, {b, h, m, p.v_dim}, p.out_strides);
+    if (mask) p.inputs |= MH_INPUT_MASK, detail::take_broadcast("mask", mask, {b, h, m, n}, p.mask_strides);
+    if (bias) p.inputs |= MH_INPUT_BIAS, detail::take_broadcast("bias", bias, {b, h, m, n}, p.bias_strides);
+    if (key_mask)
+      p.inputs |= MH_INPUT_KEY_MASK, detail::take_broadcast("key_mask", key_mask, {b, n}, p.key_mask_strides);
+    if (detail::has_size("seqused_k", seqused_k, b)) p.inputs |= MH_INPUT_SEQUSED_K;
+    if (detail::has_size("q_offsets", q_offsets, b)) p.inputs |= MH_INPUT_Q_OFFSET;
+    if (detail::has_size("sinks", sinks, h)) p.inputs |= MH_INPUT_SINKS;
     const bool shared_slopes = std::ssize(alibi_slopes) == h;
-    if (size("alibi_slopes", alibi_slopes, shared_slopes ? h : b * h)) p.inputs |= MH_INPUT_ALIBI;
+    if (detail::has_size("alibi_slopes", alibi_slopes, shared_slopes ? h : b * h)) p.inputs |= MH_INPUT_ALIBI;
     if (alibi_slopes.data() != nullptr && !shared_slopes) p.alibi_batch_stride = h;
-    if (lse) p.outputs |= MH_OUTPUT_LSE, take("lse", lse, {b, h, m}, p.lse_strides);
-    if (weights) p.outputs |= MH_OUTPUT_WEIGHTS, take("weights", weights, {b, h, m, n}, p.weights_strides);
+    if (lse) p.outputs |= MH_OUTPUT_LSE, detail::take("lse", lse, {b, h, m}, p.lse_strides);
+    if (weights) p.outputs |= MH_OUTPUT_WEIGHTS, detail::take("weights", weights, {b, h, m, n}, p.weights_strides);
     if (mean_weights) {
-      p.outputs |= MH_OUTPUT_MEAN_WEIGHTS, take("mean_weights", mean_weights, {b, m, n}, p.mean_weights_strides);
+      p.outputs |= MH_OUTPUT_MEAN_WEIGHTS,
+          detail::take("mean_weights", mean_weights, {b, m, n}, p.mean_weights_strides);
     }
     if (column_sums) {
-      p.outputs |= MH_OUTPUT_COLUMN_SUMS, take("column_sums", column_sums, {b, h, n}, p.column_sums_strides);
+      p.outputs |= MH_OUTPUT_COLUMN_SUMS, detail::take("column_sums", column_sums, {b, h, n}, p.column_sums_strides);
     }
-    if (scores) p.outputs |= MH_OUTPUT_SCORES, take("scores", scores, {b, h, m, n}, p.scores_strides);
+    if (scores) p.outputs |= MH_OUTPUT_SCORES, detail::take("scores", scores, {b, h, m, n}, p.scores_strides);
     return p;
   }
 
@@ -195,26 +231,6 @@ struct arguments {
     t.lse = lse.data, t.weights = weights.data, t.mean_weights = mean_weights.data;
     t.column_sums = column_sums.data, t.scores = scores.data;
     return t;
-  }
-
- private:
-  template <typename U, size_t Rank>
-  static void take(const char* name, const view<U, Rank>& a, const std::array<int64_t, Rank>& dims, int64_t* strides,
-                   bool broadcasts = false) {
-    for (size_t i = 0; i < Rank; ++i) {
-      if (a.dims[i] != dims[i] && (a.dims[i] != 1 || !broadcasts)) {
-        throw error(MH_INVALID_ARGUMENT,
-                    std::string(name) + " has shape [" + a.text(a.dims) + "], must be [" + a.text(dims) + "]");
-      }
-      strides[i] = a.dims[i] == dims[i] ? a.strides[i] : 0;
-    }
-  }
-  template <typename U>
-  static bool size(const char* name, std::span<const U> a, int64_t expected) {
-    if (a.data() == nullptr) return false;
-    if (std::ssize(a) == expected) return true;
-    throw error(MH_INVALID_ARGUMENT, std::string(name) + " has " + std::to_string(a.size()) + " elements, must have " +
-                                         std::to_string(expected));
   }
 };
 
@@ -255,15 +271,15 @@ class plan {
     check(mh_plan_create(&problem, &made));
     plan_.reset(made);
   }
-  template <typename T, typename Index>
-  explicit plan(const arguments<T, Index>& a) : plan(a.problem()) {}
+  template <typename T, typename Index, typename Bias>
+  explicit plan(const arguments<T, Index, Bias>& a) : plan(a.problem()) {}
 
   void run(const mh_tensors& tensors, const mh_exec& exec = with_threads(0)) const {
     check(mh_plan_run(plan_.get(), &tensors, &exec));
   }
   // Throws where `a` differs from what the plan was made of in more than its pointers.
-  template <typename T, typename Index>
-  void run(const arguments<T, Index>& a, const mh_exec& exec = with_threads(0)) const {
+  template <typename T, typename Index, typename Bias>
+  void run(const arguments<T, Index, Bias>& a, const mh_exec& exec = with_threads(0)) const {
     const mh_problem p = a.problem();
     if (std::memcmp(&p, &problem_, sizeof p) != 0) {  // it has no padding
       throw error(MH_INVALID_ARGUMENT,
@@ -287,11 +303,34 @@ class plan {
   std::unique_ptr<mh_plan, destroyer<mh_plan_destroy>> plan_;
 };
 
-template <typename T, typename Index>
-void attention(const arguments<T, Index>& a, const mh_exec& exec = with_threads(0)) {
+template <typename T, typename Index, typename Bias>
+void attention(const arguments<T, Index, Bias>& a, const mh_exec& exec = with_threads(0)) {
   const mh_problem p = a.problem();
   const mh_tensors t = a.tensors();
   check(mh_attention(&p, &t, &exec));
+}
+
+// Partial results over disjoint keys, and where they are joined (mh_merge_states). T: element of outs and out.
+template <typename T>
+struct states {
+  static_assert(dtype_of<T> >= 0, "elements are float, double, manyhead::bf16 or manyhead::f16");
+  view<const T, 5> outs{};                // [states, batch, heads, q_len, v_dim]
+  view<const real_of<T>, 4> lses{};       // [states, batch, heads, q_len]
+  view<T, 4> out{};                       // [batch, heads, q_len, v_dim]
+  view<real_of<T>, 3> lse{};              // [batch, heads, q_len], or none
+  mh_lse_base lse_base = MH_LSE_NATURAL;  // of lses and lse
+};
+template <typename T>
+void merge(const states<T>& s, const mh_exec& exec = with_threads(0)) {
+  mh_merge m = make<mh_merge>();
+  const auto [n, b, h, rows, v_dim] = s.outs.dims;
+  m.states = n, m.batch = b, m.heads = h, m.q_len = rows, m.v_dim = v_dim;
+  m.dtype = dtype_of<T>, m.flags = MH_FLAG_STRIDES, m.lse_base = s.lse_base, m.exec = &exec;
+  detail::take("outs", s.outs, {n, b, h, rows, v_dim}, m.outs_strides);
+  detail::take("lses", s.lses, {n, b, h, rows}, m.lses_strides);
+  detail::take("out", s.out, {b, h, rows, v_dim}, m.out_strides);
+  if (s.lse) detail::take("lse", s.lse, {b, h, rows}, m.lse_strides);
+  check(mh_merge_states(&m, s.outs.data, s.lses.data, s.out.data, s.lse.data));
 }
 
 // The multi-head layer. The weights are copied: their arrays are not needed afterwards.
