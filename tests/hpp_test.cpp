@@ -9,6 +9,7 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -389,6 +390,22 @@ TEST_CASE("partial results are merged") {
   manyhead::states<float> wrong = s;
   wrong.lses.dims[3] = M + 1;
   CHECK(has(thrown_by([&] { manyhead::merge(wrong); }), "lses has shape [2, 2, 4, 4], must be [2, 2, 4, 3]"));
+}
+
+TEST_CASE_TEMPLATE("partial results of the largest number are merged to it", T, float, double) {
+  constexpr int64_t states = 7, rows = 500;  // shares are rounded: those of some rows add up to more than 1
+  constexpr T largest = std::numeric_limits<T>::max();
+  const std::vector<float> random = numbers(states * rows, 3);
+  const std::vector<T> lses(random.begin(), random.end());
+  std::vector<T> outs(states * rows * 2), out(rows * 2);
+  for (size_t i = 0; i < outs.size(); ++i) outs[i] = i % 2 == 0 ? largest : -largest;
+  manyhead::merge(manyhead::states<T>{
+      .outs = {outs, {states, 1, 1, rows, 2}}, .lses = {lses, {states, 1, 1, rows}}, .out = {out, {1, 1, rows, 2}}});
+  for (size_t i = 0; i < out.size(); ++i) {
+    const T share = out[i] / (i % 2 == 0 ? largest : -largest);
+    CHECK(share <= 1);
+    CHECK(share > T(0.99999));
+  }
 }
 
 // In each state that a host may be in, on one thread and on all; and where the host's own function leaves the calling thread in it.
