@@ -53,10 +53,7 @@ int64_t rows_weighed(const plan& plan) {
 
 }  // namespace
 
-int64_t kept_pitch(const problem& p) {
-  const int64_t line = 64 / real_size(p.dtype);
-  return (blocks(p.kv_len, line) | 1) * line;
-}
+int64_t kept_pitch(const problem& p) { return odd_lines(p.kv_len, real_size(p.dtype)); }
 
 int64_t kept_row_bytes(const problem& p) { return bytes_of(kept_pitch(p), real_size(p.dtype)); }
 

@@ -184,7 +184,7 @@ class scratch_layout {
  public:
   // Room for [batch, rows, columns]; sets view's strides, and place() its data.
   void add(rows_view<Element>& view, const char* name, int64_t batch, int64_t rows, int64_t columns) {
-    const int64_t stride = row_stride<Element>(columns);
+    const int64_t stride = odd_lines(columns, sizeof(Element));
     check_shape({name, nullptr, 3, sizeof(Element), {batch, rows, stride}, {}});
     view.strides[0] = rows * stride;
     view.strides[1] = stride;

@@ -1,12 +1,5 @@
-// Problems as lines of text: what mh_plan_describe prints before ": ", MH_VERBOSE logs, and mh_problem_parse reads.
-//
-//   <dtype> b<batch> h<heads>[/<kv_heads>] q<q_len> kv<kv_len> d<head_dim> [v<v_dim>]     dtype: f32 f64 bf16 f16
-//   [causal] [align=tl|br|off:<n>] [window=<left>,<right>] [softcap=<x>] [scale=<x>] [alibi|alibi=signed] [slopes=bh]
-//   [sinks] [mask] [bias|bias=<dtype>] [keymask] [lens] [offsets] [i64]     i64: lens and offsets are int64, else int32
-//   [fastexp] [lse|lse2] [weights] [meanw] [colsums] [scores=raw|capped|biased]
-//   [extra=<n>] n of the keys are a layer's own, attended whatever masks say: read as ordinary ones
-//   [bshd]      q, k, v and out lie as [batch, len, heads, dim]
-//   [strided]   they lie in some other way, which a line cannot say: read as contiguous
+// Problems as lines of text: what mh_plan_describe prints before ": ", MH_VERBOSE logs, and mh_problem_parse reads
+// (manyhead.h: what a line may have).
 #pragma once
 
 #include <string_view>

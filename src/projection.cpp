@@ -238,7 +238,7 @@ void linear<Element>::run_on_unit(int64_t first, int64_t last, int64_t rows, con
 
 template <class Element>
 void linear<Element>::widen(int64_t rows, const Element* x, int64_t x_stride, char* wide) const noexcept {
-  if (widens) widen_(x, x_stride, rows, in_, wide, row_stride<float>(in_));
+  if (widens) widen_(x, x_stride, rows, in_, wide, odd_lines(in_, sizeof(float)));
 }
 
 template <class Element>
@@ -246,7 +246,7 @@ void linear<Element>::run(int64_t panel, int64_t rows, const Element* x, int64_t
                           int64_t y_stride) const {
   linear_args a = {};
   a.x = widens ? static_cast<const void*>(wide) : x;
-  a.x_stride = widens ? row_stride<float>(in_) : x_stride;
+  a.x_stride = widens ? odd_lines(in_, sizeof(float)) : x_stride;
   a.rows = rows;
   a.in = in_;
   a.weights = weight_.get() + panel * width_ * in_;

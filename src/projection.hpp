@@ -48,14 +48,6 @@ class buffer {
   std::unique_ptr<Element, releaser> data_;
 };
 
-// Elements from row to row of a scratch matrix: whole cache lines, an odd number of them, so that the rows of a head
-// are spread over all sets of the caches. (With 1024 floats a row, all rows would meet in the same sets.)
-template <class Element>
-constexpr int64_t row_stride(int64_t columns) noexcept {
-  constexpr int64_t line = 64 / static_cast<int64_t>(sizeof(Element));
-  return (blocks(columns, line) | 1) * line;
-}
-
 // W [out, in] and b [out], packed into panels of `width` outputs, [in][width] each, the last one [in][as many vectors
 // as it needs]. No bias is a bias of zeros. Weights are set row by row, and finished, before the first product.
 template <class Element>
@@ -79,7 +71,7 @@ class linear {
   // Whether x is computed in another type than it has: run() then reads what widen() made of it, in wide_bytes(rows).
   static constexpr bool widens = sizeof(Element) < sizeof(float);
   int64_t wide_bytes(int64_t rows) const noexcept {
-    return widens ? rows * row_stride<float>(in_) * static_cast<int64_t>(sizeof(float)) : 0;
+    return widens ? rows * odd_lines(in_, sizeof(float)) * static_cast<int64_t>(sizeof(float)) : 0;
   }
   void widen(int64_t rows, const Element* x, int64_t x_stride, char* wide) const noexcept;
   // The outputs of one panel, for `rows` rows; y is where the panel's first output goes.

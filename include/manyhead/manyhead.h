@@ -38,9 +38,7 @@
 #define MH_VERSION_MINOR 1
 #define MH_VERSION_PATCH 0
 
-#if defined(_WIN32)
-#define MH_API __declspec(dllexport)
-#elif defined(__GNUC__)
+#if defined(__GNUC__)
 #define MH_API __attribute__((visibility("default")))
 #else
 #define MH_API
