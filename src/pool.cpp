@@ -31,17 +31,14 @@ int32_t wanted_threads(int32_t threads) { return threads > 0 ? threads : max_thr
 namespace {
 
 // oneTBB's threads are not to be asked for: at the end of the process, when it may be gone before who calls, and in children of a
-// process that has asked, which have none of them and perhaps its locks, held by threads of the parent's.
+// process that has asked (spread_over_threads), which have none of them and perhaps its locks, held by threads of the parent's.
 std::atomic<bool> no_threads{false};
 struct at_end {
   ~at_end() { no_threads.store(true); }
 } const end;
 thread_local bool thread_ends = false;  // its owner_of_places is gone
 
-bool has_threads() {
-  [[maybe_unused]] static const bool asks = (when_forked([] { no_threads.store(true); }), true);
-  return !no_threads.load(std::memory_order_relaxed) && !thread_ends;
-}
+bool has_threads() { return !no_threads.load(std::memory_order_relaxed) && !thread_ends; }
 
 // Calls of spread at this moment, from all threads.
 std::atomic<int64_t> spreading{0};
@@ -198,6 +195,7 @@ struct once {
 
 void spread_over_threads(int64_t n, const mh_exec& exec, mh_task_fn fn, void* arg) {
   if (!has_threads()) return fn(arg, 0);
+  [[maybe_unused]] static const bool asks = (when_forked([] { no_threads.store(true); }), true);
   once all{fn, arg};
   try {
     place_of(usable_threads(exec)).spread(n, once::call, &all);
