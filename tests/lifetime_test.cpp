@@ -197,6 +197,31 @@ TEST_CASE("fork while another thread begins, ends and describes profiles") {
   CHECK(in_child(experiment) == "");
 }
 
+TEST_CASE("a child of a process that has used one thread has threads of its own, of one that has used two it has one") {
+  for (const int32_t used : {1, 2}) {
+    CAPTURE(used);
+    const auto experiment = [&] {
+      if (mh_threads() < 2) return;
+      attention_call call(large);
+      const std::vector<float> wanted = call.result(with_threads(used));
+      const pid_t child = fork();
+      if (child == 0) {
+        alarm(patience / 2);
+        be_child([&] {
+          profile watching;
+          expect(same_bits(call.result(), wanted), "another result");
+          const char* const threads = used == 1 ? "\"threads\": 2" : "\"threads\": 1";
+          const std::string seen = watching.end();
+          expect(seen.find(threads) != seen.npos, std::string("not ") + threads + ": " + seen.substr(0, 600));
+        });
+      }
+      const std::string end = end_of(child);
+      expect(end.empty(), "the child " + end);
+    };
+    CHECK(in_child(experiment) == "");
+  }
+}
+
 TEST_CASE("profiles asked for inside a host's parallel_for while another thread ends one") {
   for (const bool begins : {false, true}) {
     CAPTURE(begins);
