@@ -77,7 +77,6 @@ mh_status guarded(Function&& function) noexcept {
   }
 }
 
-// What new plans and layers take from the environment: wrong settings are reported here, a bad MH_ISA by current_isa().
 mh_exec read_exec(const mh_exec* user) {
   mh_exec exec = {};
   exec.struct_size = sizeof exec;

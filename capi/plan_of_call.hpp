@@ -14,6 +14,7 @@
 
 namespace manyhead {
 
+// What new plans and layers take from the environment: wrong settings are reported here, a bad MH_ISA by current_isa().
 inline const kernel_table& isa_of_new_plans() {
   watch_as_environment_says();
   return current_isa();

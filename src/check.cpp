@@ -99,17 +99,11 @@ void read_bytes(void* to, size_t size, size_t least, const void* from, const cha
   }
 }
 
-array make_array(const char* name, const void* data, int64_t element, std::initializer_list<int64_t> dims,
-                 const int64_t* strides) noexcept {
+array checked_array(const char* name, const void* data, int64_t element, std::initializer_list<int64_t> dims,
+                    const int64_t* strides, bool taken) {
   array a = {name, data, static_cast<int>(dims.size()), element, {}, {}};
   std::copy(dims.begin(), dims.end(), a.dims);
   std::copy_n(strides, a.rank, a.strides);
-  return a;
-}
-
-array checked_array(const char* name, const void* data, int64_t element, std::initializer_list<int64_t> dims,
-                    const int64_t* strides, bool taken) {
-  array a = make_array(name, data, element, dims, strides);
   check_shape(a);
   complete_strides(a, taken);
   check_strides(a);

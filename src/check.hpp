@@ -87,9 +87,7 @@ struct array {
   int64_t strides[5];  // in elements
 };
 
-array make_array(const char* name, const void* data, int64_t element, std::initializer_list<int64_t> dims,
-                 const int64_t* strides) noexcept;
-// The same with strides that say nothing completed (see complete_strides), and all of it checked.
+// With strides that say nothing completed (see complete_strides), and all of it checked.
 array checked_array(const char* name, const void* data, int64_t element, std::initializer_list<int64_t> dims,
                     const int64_t* strides, bool taken);
 

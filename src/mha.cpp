@@ -394,8 +394,8 @@ class layer final : public mha {
     const rows_view<Element> out =
         copies ? out_copy : rows_view<Element>{static_cast<Element*>(c.out), {a.out.strides[0], a.out.strides[1]}};
     const product<Element> out_product = make_product(out_, c.batch, c.q_len, read_only(heads), out);
-    const multiplication<Element> last(&out_product, 1,
-                                       exec);  // now: attention writes outputs, after which nothing may fail
+    multiplication<Element> last(&out_product, 1,
+                                 exec);  // now: attention writes outputs, after which nothing may fail
     manyhead::run(attention, t, exec, &watched);
     last.run(exec, watched);
     if (copies) {

@@ -297,7 +297,7 @@ multiplication<Element>::multiplication(const product<Element>* products, int64_
     tasks_ = count_tasks(false);
   }
   workers_ = std::clamp<int64_t>(tasks_, 1, threads_);
-  scratch_.emplace(thread_memory::of<multiplication>(), scratch_bytes_ * workers_);
+  scratch_.emplace(thread_memory::of<class all_multiplications>(), scratch_bytes_ * workers_);
 }
 
 template <class Element>
@@ -314,8 +314,8 @@ void multiplication<Element>::run_task(void* self, int64_t task, int64_t worker)
 }
 
 template <class Element>
-void multiplication<Element>::run(const mh_exec& exec, const watched_call& watched) const {
-  parallel_for(tasks_, workers_, exec, watched, phase_project, run_task, const_cast<multiplication*>(this), shares_);
+void multiplication<Element>::run(const mh_exec& exec, const watched_call& watched) {
+  parallel_for(tasks_, workers_, exec, watched, phase_project, run_task, this, shares_);
 }
 
 template class linear<float>;

@@ -115,7 +115,7 @@ template <class Element>
 class multiplication {
  public:
   multiplication(const product<Element>* products, int64_t count, const mh_exec& exec);
-  void run(const mh_exec& exec, const watched_call& watched) const;
+  void run(const mh_exec& exec, const watched_call& watched);
 
  private:
   int64_t count_tasks(bool shares);  // sets what depends on shares

@@ -15,17 +15,11 @@
 #include <vector>
 
 #include "host_fp_state.hpp"
+#include "random_numbers.hpp"
 
 namespace {
 
-std::vector<float> numbers(size_t count, uint32_t seed) {
-  std::vector<float> result(count);
-  for (float& x : result) {
-    seed = seed * 1664525u + 1013904223u;
-    x = static_cast<float>(static_cast<int32_t>(seed)) / 2147483648.0f;
-  }
-  return result;
-}
+using manyhead::test::numbers;
 
 template <typename Function>
 std::string thrown_by(Function&& function, mh_status expected = MH_INVALID_ARGUMENT) {
@@ -265,8 +259,7 @@ std::vector<unsigned char> random_bits(int32_t dtype, size_t count, uint32_t see
   const uint64_t ones[] = {0x3f800000, 0x3ff0000000000000, 0x3f80, 0x3c00}, fractions[] = {23, 52, 7, 10};
   std::vector<unsigned char> bytes(count * size);
   for (size_t i = 0; i < count; ++i) {
-    seed = seed * 1664525u + 1013904223u;
-    const uint64_t random = uint64_t{seed} * 0x9e3779b97f4a7c15u;
+    const uint64_t random = uint64_t{manyhead::test::next_random(seed)} * 0x9e3779b97f4a7c15u;
     const uint64_t bits = (random & ((uint64_t{1} << fractions[dtype]) - 1)) | (denormal ? 0 : ones[dtype]) |
                           uint64_t{seed >> 31} << (8 * size - 1);
     std::memcpy(bytes.data() + i * size, &bits, size);

@@ -19,6 +19,8 @@
 #include <string>
 #include <vector>
 
+#include "random_numbers.hpp"
+
 namespace manyhead::test {
 
 // Seconds for what takes milliseconds: what is not over by then waits for something that never comes.
@@ -78,16 +80,7 @@ std::string in_child(Experiment&& experiment) {
   return end + std::string(said, static_cast<size_t>(std::max<ssize_t>(size, 0)));
 }
 
-inline uint32_t next_random(uint32_t& seed) { return seed = seed * 1664525u + 1013904223u; }
-
-// -1..1
-inline std::vector<float> numbers(int64_t count, uint32_t seed) {
-  std::vector<float> result(static_cast<size_t>(count));
-  for (float& x : result) x = static_cast<float>(static_cast<int32_t>(next_random(seed))) / 2147483648.0f;
-  return result;
-}
-
-// The same as f32 or bf16; as f16, where they are easier made, 1/16 to 1/4 of either sign.
+// numbers() as f32 or bf16; as f16, where they are easier made, 1/16 to 1/4 of either sign.
 inline std::vector<char> numbers_of(int32_t dtype, int64_t count, uint32_t seed) {
   std::vector<char> result(static_cast<size_t>(count) * mh_dtype_size(dtype));
   const std::vector<float> wide = numbers(count, seed);

@@ -25,8 +25,9 @@
  *    3e-6. What is below 2^-100 of the largest of its row (f64: 2^-996) is 0.
  *  - A call needs at most 128 KB of stack, on each thread that works on it.
  *  - All functions may be called from several threads at once, in the destructors of a thread and of the process too, and in
- *    forked processes: those use the calling thread alone if their parent had used several. Nothing aborts, throws, or changes the caller's
- *    floating-point state. Nothing prints, but what the environment variables MH_VERBOSE and MH_PROFILE ask for.
+ *    forked processes: those use the calling thread alone if their parent had used several. Nothing aborts, throws, or
+ *    changes the caller's floating-point state. Nothing prints, but what the environment variables MH_VERBOSE and
+ *    MH_PROFILE ask for.
  */
 #ifndef MANYHEAD_MANYHEAD_H
 #define MANYHEAD_MANYHEAD_H
