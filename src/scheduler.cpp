@@ -7,8 +7,8 @@
 #include <atomic>
 
 #include "blocks.hpp"
+#include "check.hpp"
 #include "deal.hpp"
-#include "error.hpp"
 #include "fp_state.hpp"
 #include "pool.hpp"
 #include "profile.hpp"
@@ -108,10 +108,12 @@ void for_each(int64_t items, int64_t threads, const mh_exec& exec, const watched
         auto* s = static_cast<shared*>(arg);
         (void)s->gate.load(std::memory_order_acquire);  // before anything else of the state is looked at
         do_items(*s, worker);
-        s->gate.fetch_add(0);  // a write, which the load at the end sees: finding nothing left was only a read
+        s->gate.fetch_add(1);  // a write, which the load at the end sees: finding nothing left was only a read
       },
       &state);
-  (void)state.gate.load(std::memory_order_acquire);
+  if (state.gate.load(std::memory_order_acquire) == 0) {  // one that is called leaves nothing to do
+    fail(MH_INTERNAL_ERROR, "exec.parallel_for called none of ", workers, " tasks, must call each of them once");
+  }
 }
 
 // How many tasks a worker takes at a time: about so many microseconds of work, and at most a sixteenth of its share. One by

@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <limits>
 #include <map>
 #include <set>
 #include <string>
@@ -341,6 +342,27 @@ TEST_CASE("a request has the same bits alone and in a batch") {
   }
 }
 
+TEST_CASE("keys that are not in use are not looked at") {
+  constexpr int64_t used = 13;
+  for (const kernel_table* table : tables()) {
+    for (const char* text :
+         {"f32 b1 h1 q5 kv90 d8 lens lse weights meanw colsums scores=biased", "f32 b1 h1 q40 kv90 d8 lens",
+          "bf16 b1 h1 q5 kv90 d16 lens scores=biased", "bf16 b1 h1 q60 kv90 d16 lens weights"}) {
+      INFO(std::string(text));
+      INFO(std::string(table->isa));
+      test_case c(parse_problem(text));
+      c.lens.set({0, 0, 0, 0}, used);
+      const size_t bytes = static_cast<size_t>(used * c.p.head_dim) * tensor::size_of(c.k.type);
+      guarded_memory k(bytes, true, 0), v(bytes, true, 0);
+      c.t.k = k.data;
+      c.t.v = v.data;
+      run(make_plan(c.p, *table, l2), c.t, exec_of(1));
+      if (c.scores.base != nullptr) CHECK(c.scores.get({0, 0, 4, used - 1}) == 0);
+      if (c.scores.base != nullptr) CHECK(c.scores.get({0, 0, 4, used}) == -std::numeric_limits<double>::infinity());
+    }
+  }
+}
+
 TEST_CASE("one plan serves several callers at once") {
   for (const char* text : busy_lines) {
     INFO(std::string(text));
@@ -376,6 +398,16 @@ void check_parallel_for(int64_t n, const mh_exec& exec, bool shares) {
       &all, shares);
   CHECK(std::ranges::all_of(all.of_item, [](const std::atomic<int>& times) { return times == 1; }));
   CHECK(all.shared == 0);
+}
+
+TEST_CASE("a host's parallel_for that drops tasks") {
+  test_case c(parse_problem("f32 b2 h4/2 q90 kv100 d24 lse"));
+  const plan plan = make_plan(c.p, *tables().back(), l2);
+  const output_bits serial = run_bits(c, plan, exec_of(1));
+  hook_body last = [](int64_t n, const auto& call) { call(n - 1); }, none = [](int64_t, const auto&) {};
+  CHECK(serial == run_bits(c, plan, exec_with(last, 4)));
+  CHECK_THROWS_WITH_AS(run_bits(c, plan, exec_with(none, 4)),
+                       "exec.parallel_for called none of 4 tasks, must call each of them once", error);
 }
 
 TEST_CASE("parallel_for calls each index once, and no worker twice at a time") {

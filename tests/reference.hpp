@@ -121,7 +121,9 @@ inline attention_result reference(const problem& p, const mh_tensors& t) {
     for (const int64_t j : keys) sum += std::exp(s[static_cast<size_t>(j)] - top);
     if (p.has_input(MH_INPUT_SINKS)) sum += std::exp(sink - top);
     const double lse = keys.empty() ? sink : top + std::log(sum);
-    r.lse[static_cast<size_t>(row)] = p.lse_base == MH_LSE_BASE2 ? lse / std::log(2.0) : lse;
+    const double in_base = p.lse_base == MH_LSE_BASE2 ? lse / std::log(2.0) : lse;
+    const double most = p.is_f64() ? DBL_MAX : static_cast<double>(FLT_MAX);
+    r.lse[static_cast<size_t>(row)] = std::isfinite(lse) ? std::clamp(in_base, -most, most) : in_base;
     for (const int64_t j : keys) {
       const double w = std::exp(s[static_cast<size_t>(j)] - top) / sum;
       r.weights[static_cast<size_t>(row * p.kv_len + j)] = w;

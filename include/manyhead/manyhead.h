@@ -16,7 +16,9 @@
  *  - "real" below means float, and double when mh_problem.dtype is MH_DTYPE_F64.
  *  - Every function that returns mh_status validates first: on an error no output has been touched and
  *    mh_last_error() says which argument was wrong, what it was and what was expected.
- *  - Results have the same bits for any number of threads and whatever else is in the batch.
+ *  - Results have the same bits for any number of threads and whatever else is in the batch. The lengths of the arrays, not
+ *    seqused_k, choose how they are computed: padded to another kv_len an entry may differ in the last bits where kv_len
+ *    is up to 32, and in f32 on AMX.
  *  - A row that may attend no key gives out 0, weights 0, lse -inf (lse = sink where there is a sink), and success.
  *    What a key or value holds, NaN and inf too, changes no bit of a row that may not attend it; NaN and inf in one that it
  *    attends reach it, but a score that becomes -inf is a weight of 0.
@@ -56,7 +58,7 @@ typedef enum mh_status {
   MH_INVALID_ARGUMENT = 1, /* an argument is wrong; mh_last_error() names it */
   MH_UNSUPPORTED = 2,      /* the request makes sense, this build or CPU cannot do it */
   MH_OUT_OF_MEMORY = 3,
-  MH_INTERNAL_ERROR = 4 /* a defect of manyhead, or an exception thrown by the host's parallel_for */
+  MH_INTERNAL_ERROR = 4 /* a defect of manyhead, or what the host's parallel_for threw or did not call */
 } mh_status;
 
 /* Name of a status ("MH_OK", ...); "unknown" for other numbers. Static storage. */

@@ -141,9 +141,9 @@ struct tile_task {
       const int64_t tile_begin = max_of(b, begin);
       const int64_t tile_end = min_of(b + c.block_kv, end);
       const T* k = kv_rows<D>(c.k, c.k_strides, task.batch, kv_head, tile_begin, tile_end - tile_begin, c.head_dim,
-                              c.copy_kv, scratch.k_copy);
+                              c.copy_kv, scratch.together, scratch.k_copy);
       const T* v = kv_rows<D>(c.v, c.v_strides, task.batch, kv_head, tile_begin, tile_end - tile_begin, c.v_dim,
-                              c.copy_kv, scratch.v_copy);
+                              c.copy_kv, scratch.together, scratch.v_copy);
       const key_tile tile{tile_begin,
                           tile_end,
                           min_of(b + 2 * c.block_kv, end),

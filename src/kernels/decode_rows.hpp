@@ -3,6 +3,7 @@
 #pragma once
 
 #include "decode_unit.hpp"
+#include "together.hpp"
 
 namespace manyhead::MH_ISA {
 namespace {
@@ -81,6 +82,7 @@ struct step_rows {
   const T* const* q_row;               // the first of those worked on
   T* k_copy;
   T* v_copy;
+  typename D::storage* together;  // rows of K or V as they are, where elements lie apart
   bool no_gaps;          // between the rows that this task reads: of its head, or of its heads where they take turns
   bool in_order;         // lines are asked for in the order of memory
   bool on_unit = false;  // products are the unit's
@@ -95,6 +97,7 @@ struct step_rows {
     q = from.take<T>(head_count * head_rows * k_dim);
     k_copy = from.take<T>(c.copy_kv ? c.block_kv * k_dim : 0);
     v_copy = from.take<T>(c.copy_kv ? c.block_kv * v_dim : has_pairs && c.unit_steps ? keys_at_once * v_dim / 2 : 0);
+    together = from.take<typename D::storage>(elements_apart(c));
   }
 
   MH_INLINE void measure_rows(bool by_pairs) {
@@ -226,43 +229,59 @@ struct step_rows {
             strides[2]};
   }
 
+  // Those rows, or copies of them whose elements are neighbours.
+  MH_INLINE rows_at<D> neighbours(rows_at<D> from, int64_t keys, const int64_t* strides, int64_t dim) const {
+    if (!lies_apart(strides, dim)) return from;
+    bring_together(from.base, from.stride, strides[3], keys, dim, together);
+    return {together, dim};
+  }
+
+  // Whether they are what a copy would be: of T, and whole vectors.
+  MH_INLINE const T* already_copied(rows_at<D> there, rows_at<D> from, bool whole) const {
+    return !widens && whole && from.base != there.base ? reinterpret_cast<const T*>(from.base) : nullptr;
+  }
+
   template <class E>
-  MH_INLINE auto copied_k(rows_at<D> from, int64_t keys) {
+  MH_INLINE auto copied_k(rows_at<D> there, int64_t keys) {
+    const rows_at<D> from = neighbours(there, keys, c.k_strides, c.head_dim);
     if constexpr (paired<E>) {
-      return copied_pairs(from, keys, c.k_strides[3], k_dim, k_back, k_copy);
+      return copied_pairs(from, keys, k_dim, k_back, k_copy);
     } else {
-      for (int64_t k = 0; k < keys; ++k) arrange(from.from(k).base, c.k_strides[3], T(1), k_copy + k * k_dim);
+      if (const T* copy = already_copied(there, from, k_dim == c.head_dim)) return rows_at<plain<D>>{copy, k_dim};
+      for (int64_t k = 0; k < keys; ++k) arrange(from.from(k).base, 1, T(1), k_copy + k * k_dim);
       return rows_at<plain<D>>{k_copy, k_dim};
     }
   }
   template <class E>
-  MH_INLINE auto copied_v(rows_at<D> from, int64_t keys) {
+  MH_INLINE auto copied_v(rows_at<D> there, int64_t keys) {
+    const rows_at<D> from = neighbours(there, keys, c.v_strides, c.v_dim);
     if constexpr (paired<E>) {
-      return copied_pairs(from, keys, c.v_strides[3], v_dim, v_back, v_copy);
+      return copied_pairs(from, keys, v_dim, v_back, v_copy);
     } else {
+      if (const T* copy = already_copied(there, from, v_dim == c.v_dim)) return rows_at<plain<D>>{copy, v_dim};
       for (int64_t k = 0; k < keys; ++k) {
-        widen_row<D>(from.from(k).base, c.v_strides[3], c.v_dim, v_copy + k * v_dim);
+        widen_row<D>(from.from(k).base, 1, c.v_dim, v_copy + k * v_dim);
         for (int64_t d = c.v_dim; d < v_dim; ++d) v_copy[k * v_dim + d] = T(0);
       }
       return rows_at<plain<D>>{v_copy, v_dim};
     }
   }
   // Up to keys_at_once of them, with zeros for those that are not finite.
-  MH_INLINE rows_at<in_pairs> finite_pairs_of_v(rows_at<D> from, int64_t keys) {
-    const rows_at<in_pairs> copy = copied_pairs(from, keys, c.v_strides[3], v_dim, v_back, v_copy);
+  MH_INLINE rows_at<in_pairs> finite_pairs_of_v(rows_at<D> there, int64_t keys) {
+    const rows_at<D> from = neighbours(there, keys, c.v_strides, c.v_dim);
+    const rows_at<in_pairs> copy = copied_pairs(from, keys, v_dim, v_back, v_copy);
     for (int64_t k = 0; k < keys; ++k) {
-      if (all_finite<D>(from.from(k).base, c.v_strides[3], c.v_dim)) continue;
+      if (all_finite<D>(from.from(k).base, 1, c.v_dim)) continue;
       memset(reinterpret_cast<uint16_t*>(v_copy) + k * v_dim, 0, static_cast<size_t>(v_dim) * sizeof(uint16_t));
     }
     return copy;
   }
-  MH_INLINE rows_at<in_pairs> copied_pairs(rows_at<D> from, int64_t keys, int64_t stride, int64_t dims, int64_t back,
-                                           T* to) {
+  MH_INLINE rows_at<in_pairs> copied_pairs(rows_at<D> from, int64_t keys, int64_t dims, int64_t back, T* to) {
     auto* const copy = reinterpret_cast<uint16_t*>(to);
     for (int64_t k = 0; k < keys; ++k) {
       for (int64_t d = 0; d < dims; d += 2 * w) {
         const int64_t at_dim = place_of_pair(d, dims, back);
-        const word_vec x = words_of_row(from.from(k).base, stride, at_dim);
+        const word_vec x = load_words(from.from(k).base + at_dim);
         memcpy(copy + k * dims + (c.copy_kv ? d : at_dim), &x, sizeof(x));
       }
     }

@@ -219,7 +219,13 @@ template <class D>
 MH_INLINE void widen_row(const typename D::storage* p, int64_t stride, int64_t n, typename D::real* to) {
   constexpr int64_t w = lanes<typename D::real>;
   if (stride != 1 || n < w) {
-    for (int64_t i = 0; i < n; ++i) to[i] = D::widen(p[i * stride]);
+    int64_t i = 0;
+    for (; sizeof(*p) < sizeof(*to) && i + w <= n; i += w) {  // one by one f16 takes ten instructions
+      alignas(64) typename D::storage apart[w];
+      for (int64_t l = 0; l < w; ++l) apart[l] = p[(i + l) * stride];
+      store(to + i, D::widen(apart));
+    }
+    for (; i < n; ++i) to[i] = D::widen(p[i * stride]);
     return;
   }
   for (int64_t i = 0; i + w <= n; i += w) store(to + i, D::widen(p + i));

@@ -26,9 +26,10 @@ struct matrix_operands {
   const kernel_task& task;
   int64_t kv_head;
   int64_t dim_steps, v_rows, key_steps;  // head_dim in steps; v_dim rounded up; keys of a tile in steps
-  uint16_t* k;  // [parts][dim_steps], blocks of block_kv rows; or whole rows (unit_takes_columns)
-  unit_a keys;  // those, or K where it is
-  uint16_t* v;  // [parts][key_steps], blocks of v_rows rows, or of 16 pairs of keys (unit_takes_columns)
+  uint16_t* k;        // [parts][dim_steps], blocks of block_kv rows; or whole rows (unit_takes_columns)
+  unit_a keys;        // those, or K where it is
+  uint16_t* v;        // [parts][key_steps], blocks of v_rows rows, or of 16 pairs of keys (unit_takes_columns)
+  storage* together;  // rows of K, then of V, whose elements lie apart
 
   // The second time (matrix.hpp: attend_again) zeros stand for rows of Q, K and V that the unit cannot take, and their bits here.
   bool leaves_out = false;
@@ -46,6 +47,7 @@ struct matrix_operands {
   void carve(carver& from) {
     k = from.take<uint16_t>(parts * dim_steps * c.block_kv * unit_step);
     v = from.take<uint16_t>(parts * key_steps * v_rows * unit_step);
+    together = from.take<storage>(elements_apart(c));
   }
 
   // Asks for n elements of each of `rows` rows where these lie apart: rows one behind the other the hardware fetches ahead.
@@ -181,6 +183,21 @@ struct matrix_operands {
     return is_usual(seen);
   }
 
+  // Keys [begin, end) of K or V, as neighbours.
+  struct rows_of_tile {
+    const storage* first;
+    int64_t stride;
+    MH_INLINE const storage* at(int64_t key) const { return first + key * stride; }
+  };
+  MH_INLINE rows_of_tile tile_rows(const void* base, const int64_t* strides, int64_t begin, int64_t end,
+                                   int64_t dim) const {
+    const auto* from = static_cast<const storage*>(base) + task.batch * strides[0] + kv_head * strides[1];
+    const rows_of_tile there{from + begin * strides[2], strides[2]};
+    if (!lies_apart(strides, dim)) return there;
+    bring_together(there.first, strides[2], strides[3], end - begin, dim, together);
+    return {together, dim};
+  }
+
   // Whether keys [begin, end) of K can be multiplied where they are. For two panels that is faster than a copy with AMX
   // (bf16, 16 to 64 rows of a kv head and 4096 keys: 1.07 to 1.17), for more it is not (128 rows 0.99, 512 and more 0.96 to
   // 1.02). VDPBF16PS reads single pairs anyway: 1.0 to 1.06.
@@ -192,26 +209,26 @@ struct matrix_operands {
   // Keys [begin, end) of K: A of the scores. Up to a whole step of keys, zeros follow. False: not for the unit.
   __attribute__((noinline)) bool pack_keys(int64_t begin, int64_t end, int64_t panels) {
     magnitudes seen;
-    const auto* from = static_cast<const storage*>(c.k) + task.batch * c.k_strides[0] + kv_head * c.k_strides[1];
+    const rows_of_tile rows = tile_rows(c.k, c.k_strides, begin, end, c.head_dim);
     const int64_t step_size = c.block_kv * unit_step;
     if (leaves_out) find_left_out_keys(begin, end);
     if constexpr (sizeof(storage) == sizeof(uint16_t)) {
       if (takes_in_place(begin, end, panels)) {
-        keys = {from + begin * c.k_strides[2], 0, unit_step, c.k_strides[2]};
+        keys = {rows.first, 0, unit_step, rows.stride};
         return true;
       }
     }
     keys = unit_takes_columns ? unit_a{k, dim_steps * step_size, unit_step, dim_steps * unit_step}
                               : unit_a{k, dim_steps * step_size, step_size, unit_step};
     for (int64_t key = 0; key < round_up<unit_step>(end - begin); ++key) {
-      const storage* row = begin + key < end ? from + (begin + key) * c.k_strides[2] : nullptr;
+      const storage* row = begin + key < end ? rows.at(key) : nullptr;
       if (k_is_left_out && row != nullptr) row = unless_left_out(row, key);
       if (row != nullptr) ask(row + 16 * c.k_strides[2], c.k_strides, 1, c.head_dim);
       for (int64_t step = 0; step < dim_steps; ++step) {
         for (int64_t d = 0; d < unit_step; d += piece) {
           raw x;
           word_vec part[parts];
-          pairs_of_row(row, c.k_strides[3], step * unit_step + d, c.head_dim, x);
+          pairs_of_row(row, 1, step * unit_step + d, c.head_dim, x);
           take(seen, x);
           split_pairs<D, typename values::format>(x, part);
 #pragma GCC unroll 3
@@ -238,24 +255,24 @@ struct matrix_operands {
 
   // The same keys of V: A of the values. With each line one of `ahead` is asked for, if any.
   __attribute__((noinline)) void pack_values(int64_t begin, int64_t end, lines_ahead* ahead) const {
-    const auto* from = static_cast<const storage*>(c.v) + task.batch * c.v_strides[0] + kv_head * c.v_strides[1];
+    const rows_of_tile rows = tile_rows(c.v, c.v_strides, begin, end, c.v_dim);
     for (int64_t first = 0; first < round_up<unit_step>(end - begin); first += piece) {
       const int64_t step = first / unit_step;
       for (int64_t d = 0; d < round_up<(unit_takes_columns ? w : unit_rows)>(c.v_dim); d += w) {
         raw lines[w];
-        const storage* row = from + (begin + first) * c.v_strides[2] + d;
-        const bool whole = c.v_strides[3] == 1 && d + w <= c.v_dim;
+        const storage* row = rows.at(first) + d;
+        const bool whole = d + w <= c.v_dim;
         const bool all = whole && begin + first + piece <= end && !leaves_out;
         if (all) {
 #pragma GCC unroll 16
-          for (int64_t l = 0; l < w; ++l, row += 2 * c.v_strides[2]) load_pairs<D>(row, row + c.v_strides[2], lines[l]);
+          for (int64_t l = 0; l < w; ++l, row += 2 * rows.stride) load_pairs<D>(row, row + rows.stride, lines[l]);
           if (d * static_cast<int64_t>(sizeof(storage)) % 64 == 0) ask(row, c.v_strides, piece, w);  // a line once
           if (ahead != nullptr) ahead->ask(piece * w * static_cast<int64_t>(sizeof(storage)) / 64);
         }
         for (int64_t l = all ? w : 0; l < w; ++l) {
           const int64_t key = begin + first + 2 * l;
           const auto row_of_key = [&](int64_t at_key) MH_INLINE_LAMBDA {
-            return at_key < end ? unless_left_out(from + at_key * c.v_strides[2], at_key - begin) : nullptr;
+            return at_key < end ? unless_left_out(rows.at(at_key - begin), at_key - begin) : nullptr;
           };
           const storage *even = row_of_key(key), *odd = row_of_key(key + 1);
           if (whole) {  // the last keys: 16 rows of bf16 and up to 577 keys 1.04 to 1.09 times as fast as by way of the buffer
@@ -263,8 +280,8 @@ struct matrix_operands {
             continue;
           }
           alignas(64) storage buffer[2][w];
-          gather(even, c.v_strides[3], d, c.v_dim, buffer[0]);
-          gather(odd, c.v_strides[3], d, c.v_dim, buffer[1]);
+          gather(even, 1, d, c.v_dim, buffer[0]);
+          gather(odd, 1, d, c.v_dim, buffer[1]);
           load_pairs<D>(buffer[0], buffer[1], lines[l]);
         }
         uint16_t* const block = v + step * v_rows * unit_step;

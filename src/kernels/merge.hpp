@@ -76,7 +76,7 @@ void merge_rows(const merge_args* a, int64_t begin, int64_t end) {
     }
     if (a->lse != nullptr) {
       static_cast<T*>(a->lse)[batch * a->lse_strides[0] + head * a->lse_strides[1] + query * a->lse_strides[2]] =
-          static_cast<T>(lse_of(merged, unit, a->lse_base));
+          as_real<T>(lse_of(merged, unit, a->lse_base));
     }
   }
 }

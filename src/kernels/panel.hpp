@@ -7,6 +7,7 @@
 #include "product.hpp"
 #include "results.hpp"
 #include "softmax.hpp"
+#include "together.hpp"
 
 namespace manyhead::MH_ISA {
 namespace {
@@ -53,6 +54,7 @@ struct tile_scratch {
   bits<T>* words;  // [block_kv / word_keys + 1][panel_width]
   T* k_copy;       // [block_kv][head_dim], with copy_kv
   T* v_copy;       // [block_kv][v_dim]
+  void* together;  // rows of K or V as they are, where elements lie apart
   T* care;         // [panel_width]: what weights of a row are multiplied with where a panel is done with care
   phase_clock* clock = nullptr;
 };
@@ -77,6 +79,7 @@ MH_INLINE tile_scratch<T> carve_tile(carver& from, const kernel_call& c) {
   s.words = from.take<bits<T>>((c.block_kv / word_keys + 1) * panel_width<T>);
   s.k_copy = from.take<T>(c.copy_kv ? c.block_kv * c.head_dim : 0);
   s.v_copy = from.take<T>(c.copy_kv ? c.block_kv * c.v_dim : 0);
+  s.together = from.take<T>(elements_apart(c));
   s.care = from.take<T>(panel_width<T>);
   return s;
 }
@@ -187,12 +190,21 @@ MH_INLINE void clear_panel(panel<T>& p) {
 // Rows of K or V for a tile: in place, or copied to `copy` as contiguous T.
 template <class D>
 MH_INLINE const typename D::real* kv_rows(const void* base, const int64_t* strides, int64_t batch, int64_t kv_head,
-                                          int64_t begin, int64_t keys, int64_t dim, bool copied,
+                                          int64_t begin, int64_t keys, int64_t dim, bool copied, void* together,
                                           typename D::real* copy) {
   using S = typename D::storage;
   const S* from = static_cast<const S*>(base) + batch * strides[0] + kv_head * strides[1] + begin * strides[2];
   if (!copied) return reinterpret_cast<const typename D::real*>(from);
-  for (int64_t k = 0; k < keys; ++k) widen_row<D>(from + k * strides[2], strides[3], dim, copy + k * dim);
+  int64_t to_row = strides[2];
+  if (lies_apart(strides, dim)) {
+    constexpr bool in_t = sizeof(S) == sizeof(typename D::real);
+    S* const to = in_t ? reinterpret_cast<S*>(copy) : static_cast<S*>(together);
+    bring_together(from, strides[2], strides[3], keys, dim, to);
+    if (in_t) return copy;
+    from = to;
+    to_row = dim;
+  }
+  for (int64_t k = 0; k < keys; ++k) widen_row<D>(from + k * to_row, 1, dim, copy + k * dim);
   return copy;
 }
 
@@ -377,7 +389,7 @@ MH_INLINE void write_state(const kernel_call& c, int64_t batch, int64_t head, in
     state[1] = e.total;
   } else if (c.lse != nullptr) {
     static_cast<T*>(c.lse)[batch * c.lse_strides[0] + head * c.lse_strides[1] + query * c.lse_strides[2]] =
-        static_cast<T>(lse_of(e, c.exp_scale, c.lse_base));
+        as_real<T>(lse_of(e, c.exp_scale, c.lse_base));
   }
 }
 

@@ -66,17 +66,31 @@ struct scores_task {
     }
   }
 
+  // A tile's, of the panel.
+  void work_on(const tile_at& t, bool in_use) {
+    if (in_use) {
+      const T* k = kv_rows<D>(c.k, c.k_strides, task.batch, t.kv_head, t.begin, t.keys(), c.head_dim, c.copy_kv,
+                              scratch.together, scratch.k_copy);
+      compute(t, {k, c.copy_kv ? c.head_dim : c.k_strides[2]}, p.width());
+    } else {
+      const vec<T> closed(-infinity<T>);
+      for (int64_t i = 0; i < t.keys() * p.width(); i += w) closed.store_aligned(scratch.scores + i);
+    }
+    write(t, p.width());
+  }
+
   void run() {
-    const int64_t kv_head = task.kv_head_begin;
+    // Keys that are not in use are not looked at where masks close them; extra keys follow them.
+    const bool all = c.scores_stage != MH_SCORES_BIASED;
+    const int64_t borders[] = {all ? c.kv_len : at.used, all ? c.kv_len : c.kv_len - c.extra_keys, c.kv_len};
     for (int64_t row = task.row_begin; row < task.row_end; row += p.count) {
       place_panel(c, at, row, task.row_end, panel_vectors<T>(task.row_end - row), p);
-      pack_q<D>(c, task.batch, kv_head, p);
-      for (int64_t b = 0; b < c.kv_len; b += c.block_kv) {
-        const tile_at t{task.batch, kv_head, p.row, p.count, b, min_of(b + c.block_kv, c.kv_len)};
-        const T* k =
-            kv_rows<D>(c.k, c.k_strides, task.batch, kv_head, t.begin, t.keys(), c.head_dim, c.copy_kv, scratch.k_copy);
-        compute(t, {k, c.copy_kv ? c.head_dim : c.k_strides[2]}, p.width());
-        write(t, p.width());
+      pack_q<D>(c, task.batch, task.kv_head_begin, p);
+      int64_t begin = 0;
+      for (int i = 0; i < 3; ++i) {
+        for (; begin < borders[i]; begin = min_of(begin + c.block_kv, borders[i]))
+          work_on({task.batch, task.kv_head_begin, p.row, p.count, begin, min_of(begin + c.block_kv, borders[i])},
+                  i != 1);
       }
     }
   }

@@ -196,14 +196,16 @@ class pair_magnitudes {
 // Whether all of a row's numbers have magnitudes up to that of the float with the bits `most`.
 template <class D>
 __attribute__((noinline)) bool all_up_to(uint32_t most, const typename D::storage* row, int64_t stride, int64_t dim) {
-  bool good = true;
-  for (int64_t d = 0; d < dim; ++d) {
-    const float x = D::widen(row[d * stride]);
-    uint32_t magnitude;
-    memcpy(&magnitude, &x, sizeof(x));
-    good = good && (magnitude & 0x7fffffffU) <= most;
+  constexpr int64_t w = lanes<float>;
+  word_vec twice(0U);
+  const auto see = [&](vec<float> x)
+                       MH_INLINE_LAMBDA { twice = xsimd::max(twice, xsimd::bitwise_cast<uint32_t>(x) << 1); };
+  if (stride == 1 && dim >= w) {
+    for (int64_t d = 0; d < dim; d += w) see(D::widen(row + min_of(d, dim - w)));
+  } else {
+    for (int64_t d = 0; d < dim; ++d) see(vec<float>(D::widen(row[d * stride])));
   }
-  return good;
+  return !xsimd::any(twice > word_vec(most << 1));
 }
 template <class D>
 MH_INLINE bool all_finite(const typename D::storage* row, int64_t stride, int64_t dim) {
