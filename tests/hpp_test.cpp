@@ -185,8 +185,11 @@ TEST_CASE("what is wrong is thrown") {
   CHECK(has(changed([](auto& a) { a.k.dims[3] = 1; }), "k has shape"));
   CHECK(has(changed([](auto& a) { a.out.dims[1] = 1; }), "out has shape"));
   CHECK(has(changed([](auto& a) { a.k.dims[1] = 0; }), "k.dims[1]"));
+  CHECK(has(changed([](auto& a) { a.k = {}; }), "k is missing"));
   CHECK(has(changed([](auto& a) { a.out.data = nullptr; }), "out is NULL"));
   const std::vector<float> three(3);
+  const std::vector<int32_t> none;
+  CHECK(has(changed([&](auto& a) { a.seqused_k = none; }), "seqused_k has 0 elements, must have 2"));
   CHECK(has(changed([&](auto& a) { a.sinks = three; }), "sinks has 3 elements, must have 4"));
   CHECK(has(changed([&](auto& a) { a.alibi_slopes = three; }), "alibi_slopes has 3 elements"));
   CHECK(has(thrown_by([&] { manyhead::view<const float, 2>(three, {2, 2}); }), "shape [2, 2] does not fit 3 elements"));
@@ -199,6 +202,8 @@ TEST_CASE("what is wrong is thrown") {
   manyhead::arguments<float> other = x.arguments();
   other.scale = 0.5;
   CHECK(has(thrown_by([&] { plan.run(other); }), "more than pointers"));
+  const manyhead::plan of_problem(x.arguments().problem());
+  CHECK(has(thrown_by([&] { of_problem.run(x.arguments()); }), "made of an mh_problem"));
   mh_exec exec = manyhead::with_threads(-1);
   CHECK(has(thrown_by([&] { plan.run(x.arguments(), exec); }), "threads is -1"));
   CHECK(std::isnan(x.out.front()));

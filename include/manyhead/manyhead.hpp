@@ -17,6 +17,10 @@
 #ifndef MANYHEAD_MANYHEAD_HPP
 #define MANYHEAD_MANYHEAD_HPP
 
+#if __cplusplus < 201709L && !defined(_MSVC_LANG)
+#error "manyhead.hpp needs C++20 (-std=c++20); manyhead.h is for C and any C++"
+#endif
+
 #include <algorithm>
 #include <array>
 #include <cstddef>
@@ -123,13 +127,19 @@ void take_broadcast(const char* name, view<T, Rank> a, const std::array<int64_t,
   }
   take(name, a, dims, strides);
 }
-// Whether there are any: as many as expected.
+// A vector that may be left out. One that is there but empty is none.
 template <typename T>
-bool has_size(const char* name, std::span<const T> a, int64_t expected) {
-  if (a.data() == nullptr) return false;
-  if (std::ssize(a) == expected) return true;
-  throw error(MH_INVALID_ARGUMENT, std::string(name) + " has " + std::to_string(a.size()) + " elements, must have " +
+using vector = std::optional<std::span<const T>>;
+// Whether it is there: with as many elements as expected.
+template <typename T>
+bool has_size(const char* name, const vector<T>& a, int64_t expected) {
+  if (!a || std::ssize(*a) == expected) return a && expected > 0;
+  throw error(MH_INVALID_ARGUMENT, std::string(name) + " has " + std::to_string(a->size()) + " elements, must have " +
                                        std::to_string(expected));
+}
+template <typename T>
+const T* data_of(const vector<T>& a) noexcept {
+  return a ? a->data() : nullptr;
 }
 
 }  // namespace detail
@@ -164,11 +174,11 @@ struct arguments {
   view<const uint8_t, 4> mask{};
   view<const Bias, 4> bias{};
   view<const uint8_t, 2> key_mask{};
-  std::span<const Index> seqused_k{};    // [batch]
-  std::span<const Index> q_offsets{};    // [batch], with MH_ALIGN_OFFSET
-  std::span<const real> alibi_slopes{};  // [heads] or [batch, heads]
+  detail::vector<Index> seqused_k{};    // [batch]
+  detail::vector<Index> q_offsets{};    // [batch], with MH_ALIGN_OFFSET
+  detail::vector<real> alibi_slopes{};  // [heads] or [batch, heads]
   mh_alibi_mode alibi_mode = MH_ALIBI_ABS;
-  std::span<const real> sinks{};  // [heads]
+  detail::vector<real> sinks{};  // [heads]
 
   // Optional outputs.
   view<real, 3> lse{};
@@ -184,7 +194,8 @@ struct arguments {
     mh_problem p = make<mh_problem>();
     p.batch = q.dims[0], p.heads = q.dims[1], p.q_len = q.dims[2], p.head_dim = q.dims[3];
     p.kv_heads = k.dims[1], p.kv_len = k.dims[2], p.v_dim = v.dims[3];
-    if (p.kv_heads < 1 || p.v_dim < 1) throw error(MH_INVALID_ARGUMENT, "k.dims[1] and v.dims[3] must be >= 1");
+    if (p.kv_heads < 1) throw error(MH_INVALID_ARGUMENT, "k is missing, or k.dims[1] is not at least 1");
+    if (p.v_dim < 1) throw error(MH_INVALID_ARGUMENT, "v is missing, or v.dims[3] is not at least 1");
     p.dtype = dtype_of<T>, p.bias_dtype = dtype_of<Bias>;
     p.index_type = std::is_same_v<Index, int64_t> ? MH_INDEX_I64 : MH_INDEX_I32;
     p.flags = MH_FLAG_STRIDES | MH_FLAG_WINDOW | (scale ? MH_FLAG_SCALE : 0u) | (fast_exp ? MH_FLAG_FAST_EXP : 0u);
@@ -206,9 +217,9 @@ struct arguments {
     if (detail::has_size("seqused_k", seqused_k, b)) p.inputs |= MH_INPUT_SEQUSED_K;
     if (detail::has_size("q_offsets", q_offsets, b)) p.inputs |= MH_INPUT_Q_OFFSET;
     if (detail::has_size("sinks", sinks, h)) p.inputs |= MH_INPUT_SINKS;
-    const bool shared_slopes = std::ssize(alibi_slopes) == h;
+    const bool shared_slopes = alibi_slopes && std::ssize(*alibi_slopes) == h;
     if (detail::has_size("alibi_slopes", alibi_slopes, shared_slopes ? h : b * h)) p.inputs |= MH_INPUT_ALIBI;
-    if (alibi_slopes.data() != nullptr && !shared_slopes) p.alibi_batch_stride = h;
+    if (alibi_slopes && !shared_slopes) p.alibi_batch_stride = h;
     if (lse) p.outputs |= MH_OUTPUT_LSE, detail::take("lse", lse, {b, h, m}, p.lse_strides);
     if (weights) p.outputs |= MH_OUTPUT_WEIGHTS, detail::take("weights", weights, {b, h, m, n}, p.weights_strides);
     if (mean_weights) {
@@ -226,8 +237,8 @@ struct arguments {
     mh_tensors t = make<mh_tensors>();
     t.q = q.data, t.k = k.data, t.v = v.data, t.out = out.data;
     t.mask = mask.data, t.bias = bias.data, t.key_mask = key_mask.data;
-    t.seqused_k = seqused_k.data(), t.q_offset = q_offsets.data();
-    t.alibi_slopes = alibi_slopes.data(), t.sinks = sinks.data();
+    t.seqused_k = detail::data_of(seqused_k), t.q_offset = detail::data_of(q_offsets);
+    t.alibi_slopes = detail::data_of(alibi_slopes), t.sinks = detail::data_of(sinks);
     t.lse = lse.data, t.weights = weights.data, t.mean_weights = mean_weights.data;
     t.column_sums = column_sums.data, t.scores = scores.data;
     return t;
@@ -266,22 +277,29 @@ inline mh_problem parse_problem(const std::string& line) {
 
 class plan {
  public:
-  explicit plan(const mh_problem& problem) : problem_(problem) {
+  explicit plan(const mh_problem& problem) {
     mh_plan* made = nullptr;
     check(mh_plan_create(&problem, &made));
     plan_.reset(made);
   }
   template <typename T, typename Index, typename Bias>
-  explicit plan(const arguments<T, Index, Bias>& a) : plan(a.problem()) {}
+  explicit plan(const arguments<T, Index, Bias>& a) : plan(a.problem()) {
+    of_arguments_ = a.problem();
+  }
 
   void run(const mh_tensors& tensors, const mh_exec& exec = with_threads(0)) const {
     check(mh_plan_run(plan_.get(), &tensors, &exec));
   }
-  // Throws where `a` differs from what the plan was made of in more than its pointers.
+  // Of a plan made of arguments. Throws where `a` differs from them in more than its pointers.
   template <typename T, typename Index, typename Bias>
   void run(const arguments<T, Index, Bias>& a, const mh_exec& exec = with_threads(0)) const {
     const mh_problem p = a.problem();
-    if (std::memcmp(&p, &problem_, sizeof p) != 0) {  // it has no padding
+    if (!of_arguments_) {
+      throw error(MH_INVALID_ARGUMENT,
+                  "the plan was made of an mh_problem, which may mean the same in other words: run it "
+                  "with mh_tensors, as of arguments.tensors()");
+    }
+    if (std::memcmp(&p, &*of_arguments_, sizeof p) != 0) {  // it has no padding
       throw error(MH_INVALID_ARGUMENT,
                   "the arguments differ from those that the plan was made of in more than pointers");
     }
@@ -299,7 +317,7 @@ class plan {
   mh_plan* get() const noexcept { return plan_.get(); }
 
  private:
-  mh_problem problem_;
+  std::optional<mh_problem> of_arguments_;
   std::unique_ptr<mh_plan, destroyer<mh_plan_destroy>> plan_;
 };
 
