@@ -273,7 +273,15 @@ def test_f32_bound_by_arithmetic_is_told_of_the_matrix_unit(isa):
     terms = predict.predict(as_planned(row), row["rates"]).terms
     for runs in (True, False):
         advice = explain._advice_of_time(terms, "arithmetic", as_planned(row), {"isas": {isa: runs}})
-        assert any(f"with isa {isa}" in said for said in advice) == runs
+        assert any(f"on {predict.UNITS[isa].name}, with isa {isa}" in said for said in advice) == runs
+
+
+def test_an_instruction_is_not_called_a_unit():
+    row = next(row for row in MEASURED if row["isa"] == "avx512" and row["name"] == "bert_large")
+    advice = explain._advice_of_time(
+        {"softmax": 0, "read": 0}, "arithmetic", as_planned(row), {"isas": {"avx512_bf16": True}}
+    )
+    assert advice == ["bf16 would run on VDPBF16PS, with isa avx512_bf16."]
 
 
 @pytest.mark.parametrize("sizes", ["b0 h8 q1 kv10 d64", "b1 h8 q0 kv10 d64", "b1 h8 q3 kv0 d64", "b1 h1 q1 kv1 d1"])
