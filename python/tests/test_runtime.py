@@ -148,6 +148,12 @@ def test_a_full_disk_under_the_output():
     assert (done.returncode, done.stderr) == (1, "manyhead info: No space left on device\n")
 
 
+def test_a_closed_output():
+    command = "import sys; from manyhead.__main__ import main; sys.stdout = None; sys.exit(main([]))"
+    done = run_python(command)
+    assert (done.returncode, done.stderr) == (1, "manyhead info: standard output is closed\n")
+
+
 def test_python_dash_m():
     command = "import runpy, sys; sys.argv = ['manyhead', '--json']; runpy.run_module('manyhead', run_name='__main__')"
     assert json.loads(run_python(command).stdout)["version"] == manyhead.version()

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -406,8 +407,9 @@ def _comparison_columns(letters: Sequence[str]) -> list[Column]:
 
 @contextmanager
 def progress(first: str = "the machine") -> Iterator[Watch]:
-    """A bar with the time left on stderr, where that is a terminal; `first` is what it says at first."""
-    if not sys.stderr.isatty():
+    """A bar with the time left on stderr, where that is a terminal and rich is there, which not every command needs;
+    `first` is what it says at first."""
+    if not sys.stderr.isatty() or find_spec("rich") is None:
         yield Watch()
         return
     from rich.console import Console
