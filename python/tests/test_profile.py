@@ -512,6 +512,12 @@ def test_one_run_has_no_slowest_tenth():
     assert show.slowest_tenth({"seconds": times | {"runs": 2}}) == "+0%"
 
 
+def test_a_share_beyond_the_limit_is_said_to_be_one(fake, capsys, monkeypatch):
+    monkeypatch.setattr(fake, "arithmetic_rate", lambda isa, dtype, threads, _: ARITHMETIC * threads / 4)
+    _, out, _ = command(capsys, "--shape", SHAPES[0], "--threads", "1", "--dtype", "f32")
+    assert "1 row above 100% of the limit: it was measured in slower moments" in out
+
+
 def test_more_threads_wanted_than_cpus():
     assert options.threads_of("all", {"threads": 999, "cpus": 2}) == [2]
     assert options.threads_of("all,2", {"threads": 1, "cpus": 2}) == [1, 2]

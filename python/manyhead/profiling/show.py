@@ -12,7 +12,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ..report import units
-from ..report.rows import NOISY
+from ..report.rows import NOISY, beyond_limit
 from .cases import Row as PlannedRow
 from .compare import describe, noise_of
 from .sweep import Watch
@@ -281,6 +281,8 @@ def show_notes(console: Console, document: dict[str, Any]) -> None:
             "is multiply-adds or the reading of what a call moves, from where K and V lie; whichever takes longer. "
             "overhead: a call too short for either to explain its time."
         )
+    for sentence in beyond_limit(rows):
+        console.print(sentence)
     notes = [(row["note"], row["name"]) for row in rows if row["note"]]
     notes += [
         (
