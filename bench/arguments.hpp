@@ -1,4 +1,4 @@
-// Numbers on the command lines of the benchmarks.
+// What stands on the command lines of the benchmarks.
 #pragma once
 
 #include <getopt.h>
@@ -22,6 +22,13 @@ inline int whole(const option& of, int least) {
   const double x = number(of, least);
   if (x == std::floor(x) && x <= 1e9) return static_cast<int>(x);
   std::fprintf(stderr, "--%s is '%s', must be a whole number\n", of.name, optarg);
+  std::exit(2);
+}
+
+// Behind getopt's loop: options are all that these programs take.
+inline void no_more(int argc, char** argv, const char* usage) {
+  if (optind >= argc) return;
+  std::fprintf(stderr, "there is no '%s'\n%s", argv[optind], usage);
   std::exit(2);
 }
 

@@ -225,6 +225,7 @@ options read_options(int argc, char** argv) {
         std::exit(c == 'h' ? 0 : 2);
     }
   }
+  arguments::no_more(argc, argv, usage);
   return o;
 }
 

@@ -9,7 +9,6 @@ wrong is not timed.
 
 from __future__ import annotations
 
-import argparse
 import fnmatch
 import json
 import os
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import options as options_of
 from contestants import (
     CONTESTANTS,
     ITEM_SIZE,
@@ -221,15 +221,7 @@ class Table:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", default="*", help="names of workloads, separated by commas; patterns with *")
-    parser.add_argument("--dtype", default="f32", help="f32, bf16, f16, or several separated by commas")
-    parser.add_argument("--only", help="contestants, separated by commas; default: all that are installed")
-    parser.add_argument("--rounds", type=int, default=6, help="alternating rounds a row (default 6)")
-    parser.add_argument("--seconds", type=float, default=0.3, help="time of a contestant in a round (default 0.3)")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: all CPUs")
-    parser.add_argument("--json", type=Path, help="write everything that was measured to this file")
-    parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
+    parser = options_of.peers()
     options = parser.parse_args()
 
     table = read_workloads()

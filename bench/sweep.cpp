@@ -195,6 +195,7 @@ options read_options(int argc, char** argv) {
         std::exit(c == 'h' ? 0 : 2);
     }
   }
+  arguments::no_more(argc, argv, usage);
   if (o.threads < 1) o.threads = mh_threads();
   return o;
 }

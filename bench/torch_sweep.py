@@ -7,9 +7,7 @@ What differs from PyTorch by more than rounding is an error.
 
 from __future__ import annotations
 
-import argparse
 import math
-import os
 import random
 import statistics
 import sys
@@ -18,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import manyhead
+import options
 import torch
 
 TYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -184,14 +183,7 @@ def turn(call: Callable[[], Any], seconds: float = 0.02) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", default="f32", choices=TYPES)
-    parser.add_argument("--layers", action="store_true", help="torch.nn.MultiheadAttention instead")
-    parser.add_argument("--masks", help="kinds to draw from, separated by commas (default none,none,none,bool,bias)")
-    parser.add_argument("--number", type=int, default=200, help="problems (default 200)")
-    parser.add_argument("--seed", type=int, default=1, help="of the problems (default 1)")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: all CPUs")
-    parser.add_argument("--list", type=int, default=15, help="how many of the worst to print (default 15)")
+    parser = options.torch_sweep()
     args = parser.parse_args()
     if args.layers and args.masks is not None:
         parser.error("--layers draws masks of its own: leave out --masks")

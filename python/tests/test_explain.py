@@ -273,7 +273,15 @@ def test_f32_bound_by_arithmetic_is_told_of_the_matrix_unit(isa):
     terms = predict.predict(as_planned(row), row["rates"]).terms
     for runs in (True, False):
         advice = explain._advice_of_time(terms, "arithmetic", as_planned(row), {"isas": {isa: runs}})
-        assert any(f"with isa {isa}" in said for said in advice) == runs
+        assert any(f"on {predict.UNITS[isa].name}, with isa {isa}" in said for said in advice) == runs
+
+
+def test_an_instruction_is_not_called_a_unit():
+    row = next(row for row in MEASURED if row["isa"] == "avx512" and row["name"] == "bert_large")
+    advice = explain._advice_of_time(
+        {"softmax": 0, "read": 0}, "arithmetic", as_planned(row), {"isas": {"avx512_bf16": True}}
+    )
+    assert advice == ["bf16 would run on VDPBF16PS, with isa avx512_bf16."]
 
 
 @pytest.mark.parametrize("sizes", ["b0 h8 q1 kv10 d64", "b1 h8 q0 kv10 d64", "b1 h8 q3 kv0 d64", "b1 h1 q1 kv1 d1"])
@@ -564,6 +572,9 @@ def test_what_would_make_it_faster(fake, capsys, line, said):
         (["f32 b1 h2 q3 kv4 d5 casual"], '"casual" is not a word of a problem (column 21)\n'
          "f32 b1 h2 q3 kv4 d5 casual\n                    ^"),
         (["f32 b1 h5/2 q3 kv4 d8"], "must divide heads = 5\nf32 b1 h5/2 q3 kv4 d8"),
+        (["f32 b1 h2 q3 kv4 d8 causal"], "align is missing: with causal and q_len = 3 unequal kv_len = 4 it must be "
+         "align=tl, align=br or align=off:<n>\nf32 b1 h2 q3 kv4 d8 causal"),
+        (["f32 b1 h2 q3 kv3 d8", "--dtype", "bf16"], "--dtype bf16: the line 'f32 b1 h2 q3 kv3 d8' says f32."),
         ([PREFILL, "--isa", "avx3"], "there is no instruction set 'avx3'."),
         ([PREFILL, "--threads", "0"], "--threads 0: '0' is not a number from 1 to"),
         ([PREFILL, "--seconds", "3"], "--seconds is the time of runs: give --run or --table as well"),
@@ -591,6 +602,22 @@ def test_a_missing_package_is_named(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "rich", None)
     status, _, err = command(capsys, PREFILL)
     assert status == 2 and "manyhead explain: the table needs the Python package rich" in err
+
+
+@pytest.mark.parametrize("more", [["--plan-only"], []])
+def test_json_needs_no_package(fake, capsys, monkeypatch, more):
+    monkeypatch.setitem(sys.modules, "rich", None)
+    status, out, _ = command(capsys, PREFILL, "--json", *more)
+    assert status == 0 and json.loads(out)["problem"] == PREFILL
+
+
+@pytest.mark.parametrize("name", ["profile", "explain", "replay"])
+def test_help_says_what_a_line_is(capsys, monkeypatch, name):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    out = capsys.readouterr().out
+    assert cases.LINES in out and max(map(len, out.splitlines())) < 81
 
 
 def test_one_profile_at_a_time(capsys, monkeypatch):

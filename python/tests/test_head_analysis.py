@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import html
 import json
 import os
 import re
@@ -18,7 +19,8 @@ import numpy as np
 import pytest
 from manyhead._user import UserError
 from manyhead.commands import main
-from manyhead.head_analysis.recording import read_recording
+from manyhead.head_analysis import letters
+from manyhead.head_analysis.recording import Layer, Recording, read_recording
 from manyhead.head_analysis.removal import output_change
 from manyhead.head_analysis.report import habit
 from manyhead.head_analysis.statistics import head_statistics
@@ -320,7 +322,7 @@ def test_the_whole_command(packages, tmp_path, capsys, monkeypatch):
     out = tmp_path / "new" / "report"
     assert main(["heads", str(file), "--out", str(out), "--json", str(out / "heads.json")]) == 0
     printed = capsys.readouterr()
-    assert printed.err == ""
+    assert printed.err == "" or re.fullmatch("Note: no font here has 1 letter of the tokens.*\n", printed.err)
     assert "\x1b" not in printed.out
     assert max(map(len, printed.out.splitlines()[:9])) <= 80
     assert len(printed.out.splitlines()) == 1 + 8 + 1 + 1
@@ -379,12 +381,59 @@ def test_a_link_to_the_numbers_stays_one(packages, tmp_path, capsys):
     assert (tmp_path / "link").is_symlink() and (tmp_path / "numbers.json").read_text().startswith("{")
 
 
+def test_words_from_right_to_left_turn_nothing_around(packages, tmp_path, capsys):
+    words = ["\u0628\u064a\u062a", "one", "two"]
+    q = np.ones((1, 3, 4), np.float32)
+    k = np.array([9, 0, 0], np.float32)[None, :, None] * q  # all look at the first key
+    np.savez(tmp_path / "a.npz", q=q, k=k, v=q, tokens=np.array(words))
+    assert main(["heads", str(tmp_path / "a.npz"), "--out", str(tmp_path / "out")]) == 0
+    habit = f"\u2068'{words[0]}'\u2069 100%"
+    assert habit in capsys.readouterr().out
+    text = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+    assert f"<bdi>{words[0]}</bdi>" in text and html.unescape(text).count(habit) == 1
+    assert letters.isolated("'one'") == "'one'"
+
+
+def test_letters_that_no_font_has_are_told_once(packages, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(letters, "_installed", list)
+    file = save(tmp_path / "a.npz", (1, 1, 2, 2), tokens=np.array(["\u732b\u9b5a", "\u732b."]))
+    assert main(["heads", str(file), "--out", str(tmp_path / "out")]) == 0
+    err = capsys.readouterr().err
+    assert err.startswith("Note: no font here has 2 letters of the tokens, such as \u732b: boxes")
+    assert err.count("\n") == 1
+
+
+def test_letters_come_from_a_font_that_has_them(packages, monkeypatch):
+    from matplotlib import get_data_path
+
+    stix = str(Path(get_data_path()) / "fonts" / "ttf" / "STIXGeneral.ttf")
+    monkeypatch.setattr(letters, "_installed", lambda: ["nonsense.ttf", stix])
+    assert letters.fonts_for(["a", "\u20dd\u732b"]) == (["STIXGeneral"], ["\u732b"])
+    assert letters.fonts_for(["a b"]) == ([], [])
+
+
+def test_small_shares_have_two_digits_and_pale_colours(packages, tmp_path):
+    from manyhead.head_analysis import pictures, report
+
+    assert [report.two_digits(share) for share in (1, 0.25, 0.0995, 0.0123, 0.000123)] == [
+        *("100%", "25%", "10%", "1.2%", "0.012%")
+    ]
+    q, k, v = (0.1 * x for x in tensors(3, 3, 60, 60, np.float32))
+    recording = Recording("x", {0: Layer(q, k, v)})
+    figure = pictures._overview(report.analyse(recording, max_cells=9, progress=lambda share: None))
+    (ax,) = (ax for ax in figure.axes if ax.get_title() == "weight on the first key")
+    assert [text.get_text() for text in ax.texts] == ["1.7%"] * 3
+    assert ax.images[0].get_clim() == (0, 0.1)
+
+
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (2, 1, 1, 60), (2, 2, 9, 4)])
 @pytest.mark.parametrize("causal", ["--causal", "--no-causal"])
 def test_odd_sizes_are_drawn(packages, tmp_path, capsys, recwarn, sizes, causal):
     file = save(tmp_path / "a.npz", sizes)
     assert main(["heads", str(file), causal, "--out", str(tmp_path / "out")]) == 0
     assert not recwarn.list
+    if sizes == (1, 1, 1, 1):
+        assert "1 layer of 1 head, 1 token" in (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
 
 
 def test_bad_use_is_a_sentence_before_the_work(packages, tmp_path, capsys, monkeypatch):

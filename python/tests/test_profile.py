@@ -70,6 +70,14 @@ def test_every_case_comes_in_every_way():
     assert rows[0].line == "f32 b1 h1 q1 kv1 d1"
 
 
+def test_help_has_the_words_of_the_header():
+    header = (Path(__file__).parents[2] / "include" / "manyhead" / "manyhead.h").read_text()
+    grammar = re.compile(r"in any order\n(.*read as if not there)", re.S)
+    words = grammar.search(re.sub(r"^ \*", "", header, flags=re.M))[1].split()
+    assert grammar.search(cases.LINES)[1].split() == words
+    assert max(map(len, cases.LINES.splitlines())) < 80
+
+
 def test_threads_double():
     assert cases.doublings(1) == [1]
     assert cases.doublings(6) == [1, 2, 4, 6]
@@ -504,6 +512,12 @@ def test_one_run_has_no_slowest_tenth():
     assert show.slowest_tenth({"seconds": times | {"runs": 2}}) == "+0%"
 
 
+def test_a_share_beyond_the_limit_is_said_to_be_one(fake, capsys, monkeypatch):
+    monkeypatch.setattr(fake, "arithmetic_rate", lambda isa, dtype, threads, _: ARITHMETIC * threads / 4)
+    _, out, _ = command(capsys, "--shape", SHAPES[0], "--threads", "1", "--dtype", "f32")
+    assert "1 row above 100% of the limit: it was measured in slower moments" in out
+
+
 def test_more_threads_wanted_than_cpus():
     assert options.threads_of("all", {"threads": 999, "cpus": 2}) == [2]
     assert options.threads_of("all,2", {"threads": 1, "cpus": 2}) == [1, 2]
@@ -533,8 +547,13 @@ def test_an_unsteady_machine_is_told(fake, capsys, monkeypatch):
         (["--dtype", ""], "--dtype '': expected names with commas between them"),
         (["--seconds", "0"], "--seconds 0: expected a number of seconds above 0"),
         (["--seconds", "nan"], "--seconds nan: expected a number of seconds above 0"),
-        (["--shape", "b1 h2 q3 kv4 d5 casual"], "f32 b1 h2 q3 kv4 d5 casual\n                    ^"),
-        (["--shape", "b1 h5/2 q3 kv4 d8"], "kv_heads is 2, must divide heads = 5\nf32 b1 h5/2 q3 kv4 d8"),
+        (["--shape", "b1 h2 q3 kv4 d5 casual"], "(column 17)\nb1 h2 q3 kv4 d5 casual\n                ^"),
+        (["--shape", "x"], '"x" is not a word of a problem (column 1)\nx\n^'),
+        (
+            ["--shape", "f32 b1 h2 q3 kv3 d4", "--dtype", "bf16"],
+            "--dtype bf16: the line 'f32 b1 h2 q3 kv3 d4' says f32.",
+        ),
+        (["--shape", "b1 h5/2 q3 kv4 d8"], "kv_heads is 2, must divide heads = 5\nb1 h5/2 q3 kv4 d8"),
         (["--model", "none.json"], "cannot read none.json: No such file or directory"),
         (["--json", "no/such/folder/a.json"], "cannot write no/such/folder/a.json: No such file or directory"),
         (["--json", "a", "--html", "./a"], "--json and --html are one file: a"),

@@ -210,6 +210,7 @@ def test_only_the_top(fake, log, capsys):
 
 def test_standard_input_and_several_files(fake, log, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(f"{C}\n".encode())))
+    monkeypatch.setitem(sys.modules, "rich", None)  # which JSON needs not
     status, out, _ = command(capsys, "-", log, "--json")
     found = json.loads(out)
     assert status == 0 and found["files"] == ["standard input", "log.txt"]

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 from browser import NAMES, Browser, find
-from manyhead.report import units, write_compare_page, write_profile_page
-from manyhead.report.rows import curves, labels, of_series
+from manyhead.report import charts, units, write_compare_page, write_profile_page
+from manyhead.report.rows import beyond_limit, curves, labels, of_series
 from report_documents import make_comparison, make_document, make_row
 
 PHONE, DESK = 390, 1280
@@ -229,6 +229,28 @@ def test_a_profile_tells_all_of_a_row(tmp_path):
     assert "interrupted" not in text and "noisy" not in text
 
 
+def test_a_share_beyond_the_limit_is_said_to_be_one(tmp_path):
+    document = make_document()
+    assert beyond_limit(document["rows"]) == []
+    document["rows"][0]["share"] = 1.99
+    document["rows"][1]["share"] = 1.004  # shown as 100 %
+    assert "1 row above 100% of the limit: it was measured in slower" in Outline(write(lambda: document, tmp_path)).text
+
+
+def test_one_number_of_threads_is_no_chart(tmp_path):
+    rows = [row for row in make_document()["rows"] if row["series"] == "threads"]
+    alone = [row for row in rows if row["threads"] == 1]
+    for chosen, drawn in ((rows, True), (alone, False)):
+        page = write(lambda chosen=chosen: make_document(rows=chosen), tmp_path).read_text()
+        assert ('id="chart-threads"' in page) == drawn and "Thread scaling" in page
+
+
+def test_logarithmic_axes_have_ticks_enough():
+    assert charts.log_axis([1.3, 2.75])["ticktext"] == ["20", "50", "100", "200", "500"]
+    assert charts.log_axis([-1.2, 0.5])["ticktext"] == ["0.1", "0.2", "0.5", "1", "2"]
+    assert charts.log_axis([-0.5, 4])["ticktext"] == ["1", "10", "100", "1,000", "10,000"]
+
+
 def test_what_is_missing_is_said_in_one_sentence(tmp_path):
     def text(make):
         return Outline(write(make, tmp_path)).text
@@ -399,6 +421,14 @@ def test_the_page_is_drawn_in_the_dark(make, browser, tmp_path):
     assert picture.mean() < 0.25 and np.all(picture[:, :3] < 0.2)
     charts = browser.evaluate("[...document.querySelectorAll('.chart')].map((c) => c.layout.paper_bgcolor)")
     assert set(charts) == {browser.evaluate("getComputedStyle(document.documentElement).getPropertyValue('--surface')")}
+
+
+def test_workloads_fit_a_desk(browser, tmp_path):
+    """What lies beyond the edge of a table's box is seen only by those who scroll it."""
+    browser.open(write(make_document, tmp_path), DESK)
+    widths = "((box) => [box.scrollWidth, box.clientWidth])(document.querySelector('#workloads .scroll'))"
+    needed, there = browser.evaluate(widths)
+    assert needed == there
 
 
 def test_every_chart_is_there(browser, tmp_path):

@@ -10,7 +10,7 @@ import manyhead
 import numpy as np
 import pytest
 from interpreter import run_python
-from manyhead import __main__, _library, _plan
+from manyhead import __main__, _library, _plan, _runtime
 
 PACKAGE = Path(manyhead.__file__).parent
 
@@ -127,11 +127,31 @@ def test_command_line(capsys):
     assert (stopped.value.code, capsys.readouterr().out) == (0, f"manyhead {manyhead.__version__}\n")
 
 
+@pytest.mark.parametrize(
+    ("isa", "on_unit", "said"),
+    [("avx512_bf16", True, None), ("amx", True, "yes"), ("amx", False, "no"), ("avx2", True, None)],
+)
+def test_f32_is_on_a_unit_that_takes_it_alone(capsys, monkeypatch, isa, on_unit, said):
+    facts = _runtime.describe()
+    facts["machine"]["f32_on_unit"] = on_unit
+    monkeypatch.setattr("manyhead.commands.info.describe", lambda: facts | {"isa": isa})
+    assert __main__.main([]) == 0
+    assert [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("f32")] == (
+        [["f32", "on", "AMX", said]] if said else []
+    )
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_a_full_disk_under_the_output():
     command = "import sys; from manyhead.__main__ import main; sys.stdout = open('/dev/full', 'w'); sys.exit(main([]))"
     done = run_python(command)
     assert (done.returncode, done.stderr) == (1, "manyhead info: No space left on device\n")
+
+
+def test_a_closed_output():
+    command = "import sys; from manyhead.__main__ import main; sys.stdout = None; sys.exit(main([]))"
+    done = run_python(command)
+    assert (done.returncode, done.stderr) == (1, "manyhead info: standard output is closed\n")
 
 
 def test_python_dash_m():

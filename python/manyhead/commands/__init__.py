@@ -41,6 +41,9 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown:  # the command's own usage, not that of all commands
         options.refuse(f"unrecognized arguments: {' '.join(unknown)}")
     options.arguments = arguments[1:]  # as they were given, for records of a run
+    if sys.stdout is None:
+        print(f"manyhead {options.command}: standard output is closed", file=sys.stderr)
+        return FAILED
     try:
         _check_environment()
         status = options.run(options)

@@ -13,18 +13,19 @@ from .._user import UserError, need, one_of
 from ..profiling import cases, document, explain
 from ..profiling.run import available_memory
 from .errors import interrupted, no_other_profile
-from .options import isas_of, seconds_of, single, threads_of
+from .options import explain_lines, isas_of, seconds_of, single, threads_of
 
 SUMMARY = "the plan for a problem, and the time it should take"
 SECONDS = 0.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    explain_lines(parser)
     parser.add_argument(
         "problem",
         nargs="?",
         metavar="LINE",
-        help="a problem line in quotes, such as 'f32 b1 h32/8 q2048 kv2048 d128 causal'",
+        help="a problem line in quotes, such as 'f32 b1 h32/8 q2048 kv2048 d128 causal', see below",
     )
     parser.add_argument(
         "--table",
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="all rows of a preset of manyhead profile, predicted and measured (default: the built-in table)",
     )
     parser.add_argument(
-        "--dtype", default="f32", help=f"of --table, or of a line without one: {', '.join(cases.ITEM_SIZE)}"
+        "--dtype", help=f"of --table, or of a line without one: {', '.join(cases.ITEM_SIZE)} (default: f32)"
     )
     parser.add_argument("--isa", metavar="NAME", help="instruction set (default: the best one)")
     parser.add_argument("--threads", metavar="N", help="most threads (default: one for each CPU)")
@@ -50,7 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from .. import _measure
 
-    need("rich", "the table")
+    if not options.json:
+        need("rich", "the table")
     if not options.plan_only:
         no_other_profile()
     from ..profiling import show, show_explain
@@ -91,7 +93,9 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _rows(options: argparse.Namespace, facts: dict[str, Any], tools: Any) -> list[cases.Row]:
-    dtype = one_of("dtype", options.dtype, cases.ITEM_SIZE)
+    dtype = one_of("dtype", options.dtype or "f32", cases.ITEM_SIZE)
+    if options.dtype is not None and options.problem is not None:
+        cases.check_dtype([options.problem], [dtype])
     isa = facts["isa"] if options.isa is None else single("--isa", isas_of(options.isa), options.isa)
     given = "all" if options.threads is None else options.threads
     threads = single("--threads", threads_of(given, facts), given)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -90,9 +91,12 @@ def run(options: argparse.Namespace) -> int:
         report = analyse(recording, max_cells=options.max_cells, progress=_step(watch, "measuring heads"))
         drawing = _step(watch, "drawing")
         pictures = []
-        for picture in draw(report):
+        notes: list[str] = []
+        for picture in draw(report, notes.append):
             pictures.append(picture)
             drawing(len({p.layer for p in pictures}) / (1 + len(report.layers)))
+    for note in notes:
+        print(f"Note: {note}", file=sys.stderr)
     files = {picture.name: picture.png for picture in pictures}
     files["index.html"] = make_page(report, pictures).encode()
     write_files(options.out, files)

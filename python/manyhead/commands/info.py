@@ -6,6 +6,7 @@ import argparse
 import json
 
 from .._runtime import describe
+from ..profiling.predict import UNITS
 
 SUMMARY = "what this installation is and runs on (the default)"
 
@@ -27,7 +28,12 @@ def run(options: argparse.Namespace) -> int:
         ("built for", ", ".join(supported)),
         ("threads", facts["threads"]),
     ]
-    rows += [(name.replace("_", " "), value) for name, value in facts["machine"].items() if name not in facts]
+    machine = {name: value for name, value in facts["machine"].items() if name not in facts}
+    on_unit = machine.pop("f32_on_unit", False)
+    unit = UNITS.get(facts["isa"])
+    if unit and "f32" in unit.softmax:
+        rows.append((f"f32 on {unit.name}", "yes" if on_unit else "no"))
+    rows += [(name.replace("_", " "), value) for name, value in machine.items()]
     for name, value in rows:
         print(f"{name:<16} {value}")
     return 0

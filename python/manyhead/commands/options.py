@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
+import textwrap
 from typing import Any
 
 from .._runtime import isas
 from .._user import UserError, one_of
+from ..profiling.cases import LINES
+
+
+def explain_lines(parser: argparse.ArgumentParser) -> None:
+    """Ends the help with the words of problem lines. What is not to be wrapped has to be wrapped already."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = textwrap.fill(parser.description or "", 79)
+    parser.epilog = LINES
 
 
 def words(option: str, text: str) -> list[str]:

@@ -14,12 +14,13 @@ from ..profiling.limits import Limits
 from ..profiling.model import model_cases
 from ..profiling.run import available_memory, profile
 from .errors import interrupted, no_other_profile
-from .options import isas_of, names, seconds_of, threads_of, words
+from .options import explain_lines, isas_of, names, seconds_of, threads_of, words
 
 SUMMARY = "measure attention on this machine, and what the machine could do"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    explain_lines(parser)
     what = parser.add_argument_group("what is measured")
     what.add_argument(
         "--preset",
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="LINE",
-        help="a problem line, such as 'b1 h32/8 q2048 kv2048 d128 causal'; may begin with a dtype",
+        help="a problem line, such as 'b1 h32/8 q2048 kv2048 d128 causal', see below; may begin with a dtype",
     )
     what.add_argument(
         "--model",
@@ -132,6 +133,8 @@ def _rows(options: argparse.Namespace, facts: dict[str, Any], tools: Any) -> lis
     quick = options.quick
     dtype = ("f32" if quick else "f32,bf16") if options.dtype is None else options.dtype
     dtypes = names("--dtype", dtype, "dtype", list(cases.ITEM_SIZE))
+    if options.dtype is not None:
+        cases.check_dtype(options.shape, dtypes)
     chosen_isas = [facts["isa"]] if options.isa is None else isas_of(options.isa)
     threads = threads_of(("all" if quick else "1,all") if options.threads is None else options.threads, facts)
     return cases.make_rows(list(dict.fromkeys(chosen)), dtypes, chosen_isas, threads, tools)

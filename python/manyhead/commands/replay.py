@@ -13,17 +13,18 @@ from .._user import UserError, need, read_text
 from ..profiling import replay
 from ..profiling.run import available_memory
 from .errors import interrupted, no_other_profile
-from .options import isas_of, seconds_of, single, threads_of
+from .options import explain_lines, isas_of, seconds_of, single, threads_of
 
 SUMMARY = "run the calls of a log of MH_VERBOSE=1 again"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    explain_lines(parser)
     parser.add_argument(
         "files",
         nargs="+",
         metavar="FILE",
-        help="logs, among other output or alone, or problem lines, one a line; - for standard input",
+        help="logs, among other output or alone, or problem lines (see below), one a line; - for standard input",
     )
     parser.add_argument("--isa", metavar="NAME", help="instruction set (default: the best one)")
     parser.add_argument("--threads", metavar="N", help="most threads (default: as logged, or one for each CPU)")
@@ -35,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from .. import _measure
 
-    need("rich", "the table")
+    if not options.json:
+        need("rich", "the table")
     no_other_profile()
     from ..profiling import show, show_replay
 

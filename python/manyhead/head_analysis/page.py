@@ -8,6 +8,7 @@ from pathlib import Path
 
 from .._library import __version__
 from .._user import need
+from ..report.units import plural
 from .pictures import Picture
 from .report import Report, head_rows, notable
 
@@ -59,8 +60,9 @@ def make_page(report: Report, pictures: Sequence[Picture]) -> str:
         trim_blocks=True,
     )
     heads, q_len, kv_len = report.recording.sizes
-    lengths = f"{kv_len} tokens" if q_len == kv_len else f"{q_len} queries, {kv_len} keys"
-    count = len(report.layers)
+    queries = "1 query" if q_len == 1 else f"{q_len:,} queries"
+    lengths = plural(kv_len, "token") if q_len == kv_len else f"{queries}, {plural(kv_len, 'key')}"
+    layers = plural(len(report.layers), "layer")
     meanings = [*_MEANINGS, ("output change", _OUTPUT.format(" behind its projection" if report.projected else ""))]
     columns = list(_COLUMNS)
     if report.recording.embedding_change:
@@ -75,7 +77,7 @@ def make_page(report: Report, pictures: Sequence[Picture]) -> str:
         notable=notable(report),
         columns=columns,
         meanings=meanings,
-        sizes=f"{count} layer{'s' * (count > 1)} of {heads} heads, {lengths}{', causal' * report.recording.causal}.",
+        sizes=f"{layers} of {plural(heads, 'head')}, {lengths}{', causal' * report.recording.causal}.",
         version=__version__,
         base64=lambda png: base64.b64encode(png).decode("ascii"),
     )

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from .._heads import show_heads
+from ..report.units import plural
+from .letters import fonts_for, in_pictures
 from .report import LayerReport, Report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 _MAP = "Blues"
@@ -26,6 +30,7 @@ _WIDTH = 8.0  # inches
 _ACROSS = 3  # heat maps of heads side by side
 _LABELLED = 24  # up to so many tokens have their names at the axes
 _NUMBERED = 16  # up to so many columns have their numbers in the cells
+_LEAST_TOP = 0.1  # of the colours of shares: small ones, which differ by little, look alike
 
 
 class Picture(NamedTuple):
@@ -37,23 +42,41 @@ class Picture(NamedTuple):
     png: bytes
 
 
-def draw(report: Report) -> Iterator[Picture]:
-    """All pictures, in the order of the page."""
-    yield _finish("overview.png", None, "One cell a head: layers down, heads across.", _overview(report))
+def draw(report: Report, warn: Callable[[str], None]) -> Iterator[Picture]:
+    """All pictures, in the order of the page. `warn` is told of letters that no font has."""
+    families, boxes = fonts_for(report.recording.tokens or [])
+    if boxes:
+        warn(
+            f"no font here has {plural(len(boxes), 'letter')} of the tokens, such as {boxes[0]}: "
+            "boxes in the pictures. Install a font with them, such as one of the Noto fonts."
+        )
+    yield _finish(
+        families, "overview.png", None, "One cell a head: layers down, heads across.", lambda: _overview(report)
+    )
     for layer in report.layers:
         for name, caption, draw_layer in _OF_A_LAYER:
-            yield _finish(f"layer{layer.number}-{name}.png", layer.number, caption, draw_layer(report, layer))
+            yield _finish(
+                families,
+                f"layer{layer.number}-{name}.png",
+                layer.number,
+                caption,
+                partial(draw_layer, report, layer),
+            )
 
 
-def _finish(name: str, layer: int | None, caption: str, figure: Figure) -> Picture:
+def _finish(families: list[str], name: str, layer: int | None, caption: str, make: Callable[[], Figure]) -> Picture:
+    """`families`: of fonts for letters that the usual one lacks."""
+    from matplotlib import rc_context, rcParams
+
     file = io.BytesIO()
-    save_png(figure, file)
+    with rc_context({"font.family": [*rcParams["font.family"], *families]}):
+        save_png(make(), file)
     return Picture(name, layer, caption, file.getvalue())
 
 
 def save_png(figure: Figure, file: Path | io.BytesIO) -> None:
     with warnings.catch_warnings():
-        # A letter that the font lacks is drawn as a box; a line for each of them would help nobody.
+        # A letter that no font has is drawn as a box; a line for each of them would help nobody.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure.savefig(file, format="png", dpi=_DPI)
 
@@ -82,7 +105,11 @@ def _overview(report: Report) -> Figure:
     figure.supxlabel("head", fontsize=8)
     for ax, (title, rows, form) in zip(figure.subplots(len(panels), squeeze=False).flat, panels, strict=True):
         grid = np.array(rows)
-        _grid(figure, ax, grid, form, top=float(grid.max()))
+        largest = float(grid.max())
+        shares = form.endswith("%}")
+        if shares and largest < _LEAST_TOP:
+            form = "{:.1%}"
+        _grid(figure, ax, grid, form, top=max(largest, _LEAST_TOP) if shares else largest)
         ax.set_title(title, fontsize=9)
         ax.set_yticks(range(len(stack)), [f"layer {layer.number}" for layer in stack], fontsize=7)
     return figure
@@ -93,6 +120,7 @@ def _grid(figure: Figure, ax: Axes, grid: np.ndarray, form: str, *, top: float) 
     image = ax.imshow(grid, cmap=_MAP, vmin=0, vmax=max(top, 1e-12), aspect="auto", interpolation="nearest")
     ax.tick_params(labelsize=7, length=2)
     if grid.shape[1] > _NUMBERED:
+        _whole_ticks(ax.xaxis)
         figure.colorbar(image, ax=ax, fraction=0.03, pad=0.01).ax.tick_params(labelsize=7)
         return
     ax.set_xticks(range(grid.shape[1]))
@@ -101,10 +129,17 @@ def _grid(figure: Figure, ax: Axes, grid: np.ndarray, form: str, *, top: float) 
         ax.text(column, row, form.format(value), ha="center", va="center", fontsize=6.5, color=colour)
 
 
+def _whole_ticks(axis: Axis, most: int = 10) -> None:
+    """Tokens and heads have no halves."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(nbins=most, integer=True))
+
+
 def _weights(report: Report, layer: LayerReport) -> Figure:
     statistics, tokens = layer.statistics, report.recording.tokens
     heads, rows, columns = statistics.heat.shape
-    titles = [f"head {head}: {layer.habits[head]}" for head in range(heads)]
+    titles = [in_pictures(f"head {head}: {layer.habits[head]}") for head in range(heads)]
     if tokens and len(tokens) == columns and columns <= _LABELLED:
         queries, keys = tokens[-rows:], tokens
         return show_heads(
@@ -135,7 +170,8 @@ def _many_maps(heat: np.ndarray, titles: list[str], extent: tuple[int, int, int,
         image = ax.imshow(heat[head], cmap=_MAP, norm=norm, extent=extent, aspect="auto", interpolation="nearest")
         ax.set_title(_clip(title, 34), fontsize=7, pad=5, parse_math=False)
         ax.tick_params(labelsize=6, length=2, labelbottom=head + across >= heads, labelleft=column == 0)
-        ax.locator_params(nbins=4)
+        for axis in (ax.xaxis, ax.yaxis):
+            _whole_ticks(axis, 4)
         for spine in ax.spines.values():  # which would hide a line of cells at the border, such as a first key
             spine.set_position(("outward", 2))
         if column == 0:
@@ -188,6 +224,7 @@ def _along(
     if named and tokens:
         ax.set_xticks(range(columns), [_clip(token, 12) for token in tokens[-columns:]], rotation=90, parse_math=False)
     else:
+        _whole_ticks(ax.xaxis)
         ax.set_xlabel(axis, fontsize=7)
     _name_heads(ax, heads)
     ax.tick_params(labelsize=7 if columns <= 2 * _LABELLED else 5.5, length=2)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from .._library import __version__
+from .letters import isolated
 from .recording import Recording
 from .removal import output_change
 from .statistics import HeadStatistics, head_statistics
@@ -76,7 +77,7 @@ def habit(statistics: HeadStatistics, head: int, tokens: list[str] | None) -> st
     (key,) = statistics.top_keys(head, 1)
     if statistics.received[head, key] > share:
         share = float(statistics.received[head, key])
-        name = repr(tokens[key]) if tokens else f"key {key}"
+        name = isolated(repr(tokens[key])) if tokens else f"key {key}"
     return f"{name} {share:.0%}" if share >= HABIT else f"90% within {statistics.reach[head]}"
 
 
@@ -112,14 +113,19 @@ def head_rows(report: Report) -> list[dict[str, Any]]:
     return rows
 
 
+def two_digits(share: float) -> str:
+    """0.5 -> 50%, 0.0123 -> 1.2%, 0.000123 -> 0.012%."""
+    return f"{share:.0%}" if share >= 0.0995 else f"{100 * share:.2g}%"
+
+
 def notable(report: Report, count: int = 5) -> dict[str, list[str]]:
     """The heads to look at first, of all layers."""
     rows = head_rows(report)
     change = "embedding_change" if report.recording.embedding_change else "output_change"
 
-    def best(key: str, form: str, *, largest: bool = True) -> list[str]:
+    def best(key: str, form: Callable[[float], str], *, largest: bool = True) -> list[str]:
         chosen = sorted(rows, key=lambda row: -row[key] if largest else row[key])[:count]
-        return [f"layer {row['layer']} head {row['head']}: {form.format(row[key])}" for row in chosen]
+        return [f"layer {row['layer']} head {row['head']}: {form(row[key])}" for row in chosen]
 
     pairs = [
         (float(layer.statistics.similarity[a, b]), layer.number, a, b)
@@ -127,9 +133,9 @@ def notable(report: Report, count: int = 5) -> dict[str, list[str]]:
         for a, b in zip(*np.triu_indices(len(layer.habits), 1), strict=True)
     ]
     pairs.sort(key=lambda pair: -pair[0])
-    form = "{:.4f}" if change == "embedding_change" else "{:.0%}"
+    form = "{:.2g}".format if change == "embedding_change" else two_digits
     found = {
-        "Most weight on one key": best("top_key", "{:.0%}"),
+        "Most weight on one key": best("top_key", two_digits),
         "Removing it changes most": best(change, form),
         "Removing it changes least": best(change, form, largest=False),
         "Most alike": [f"layer {number} heads {a} and {b}: {value:.2f}" for value, number, a, b in pairs[:count]],

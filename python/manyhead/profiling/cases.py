@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,28 @@ from .instruments import Instruments
 
 ITEM_SIZE = {"f32": 4, "bf16": 2, "f16": 2, "f64": 8}
 DEFAULT = ("table", "sequence", "threads")
+
+# As include/manyhead/manyhead.h has them, from the first dimension to `strided`; a test compares.
+LINES = """\
+A problem line has a dtype (f32 f64 bf16 f16), then in any order
+  b<batch> h<heads>[/<kv_heads>] q<q_len> kv<kv_len> d<head_dim> [v<v_dim>]
+  [causal] [align=tl|br|off:<n>] [window=<left>,<right>] [softcap=<x>]
+  [scale=<x>] [alibi|alibi=signed] [slopes=bh]
+  [sinks] [mask] [bias|bias=<dtype>] [keymask] [lens] [offsets]
+  [i64]      i64: lens and offsets are int64, else int32
+  [fastexp] [lse|lse2] [weights] [meanw] [colsums] [scores=raw|capped|biased]
+  [bshd]     q, k, v and out lie as [batch, length, heads, dim], else as
+             [batch, heads, length, dim]
+  [strided]  they lie in a way that a line cannot say, [extra=<n>] keys that
+             the layer added: read as if not there
+align, where q_len is not kv_len: query i stands at key i (tl), the last query
+at the last key (br), or query i at key i + n (off:<n>).
+"""
+# What errors of the library are about, in the words of a line.
+IN_LINES = {
+    "align is None, but": "align is missing:",
+    "it must be 'top_left' or 'bottom_right' (or q_offset given)": "it must be align=tl, align=br or align=off:<n>",
+}
 
 
 @dataclass(frozen=True)
@@ -88,6 +111,14 @@ def shape_cases(lines: Iterable[str]) -> list[Case]:
     return [Case(" ".join(line.split()), line.strip(), "") for line in lines]
 
 
+def check_dtype(lines: Iterable[str], dtypes: Sequence[str]) -> None:
+    """Whether --dtype, as it was given, leaves lines the dtype that they begin with."""
+    for line in lines:
+        first = next(iter(line.split()), "")
+        if first in ITEM_SIZE and first not in dtypes:
+            raise UserError(f"--dtype {','.join(dtypes)}: the line {line!r} says {first}. Leave out one of them.")
+
+
 def make_rows(
     cases: Sequence[Case], dtypes: Sequence[str], isas: Sequence[str], threads: Sequence[int], tools: Instruments
 ) -> list[Row]:
@@ -121,19 +152,24 @@ def doublings(last: int) -> list[int]:
     return sorted({1 << power for power in range(last.bit_length())} | {last})
 
 
-def read_problem(line: str, tools: Instruments, where: str = "") -> Any:
-    """The problem of a line, where a plan can be made of it. `where` tells the user which line it is."""
+def read_problem(line: str, tools: Instruments, where: str = "", before: int = 0) -> Any:
+    """The problem of a line, where a plan can be made of it. `where` tells the user which line it is, which they gave
+    without its first letters, so many as `before`."""
     try:
         problem = tools.parse_problem(line)
         tools.check_problem(problem)
     except ValueError as error:
+        text = re.sub(r"(?<=\(column )\d+(?=\)$)", lambda column: str(int(column[0]) - before), str(error))
+        for name, here in IN_LINES.items():
+            text = text.replace(name, here)
         pointed = getattr(error, "pointed", None)  # a line that was read but asks for what cannot be has no column
-        raise UserError(f"{where}{error}\n{pointed() if pointed else line}") from error
+        shown = pointed() if pointed else line
+        raise UserError(where + "\n".join([text, *(part[before:] for part in shown.split("\n"))])) from error
     return problem
 
 
 def _row(case: Case, line: str, dtype: str, isa: str, threads: int, x: int | None, tools: Instruments) -> Row:
-    problem = read_problem(line, tools)
+    problem = read_problem(line, tools, before=len(line) - len(case.problem))
     kv_heads = problem.kv_heads or problem.heads
     v_dim = problem.v_dim or problem.head_dim
     q_rows = problem.batch * problem.heads * problem.q_len

@@ -272,14 +272,15 @@ def _dims(planned: Planned) -> tuple[int, int]:
 def _words(planned: Planned) -> list[tuple[str, str]]:
     """What the library is going to do: what about, and the sentence."""
     plan, shape, outputs = planned.plan, Shape(planned), planned.problem.outputs
+    unit = f"with {UNITS[planned.isa].name}" if planned.isa in UNITS else ""
     route = {
         "tile": f"panels of up to {shape.core.panel * shape.lanes} rows against tiles of {plan['block_kv']} keys; the "
         "scores of both stay in L1",
         "decode": f"the few rows of a KV head against tiles of {plan['block_kv']} keys, each read once for all rows",
-        "matrix": f"panels of 32 rows against tiles of {plan['block_kv']} keys on the CPU's matrix unit",
+        "matrix": f"panels of 32 rows against tiles of {plan['block_kv']} keys, {unit}",
     }[planned.route]
     if plan.get("unit_steps"):
-        route += ", on the CPU's matrix unit"
+        route += f", {unit}"
     if last := plan["last_rows"]:
         route += f"; of each head the last {units.plural(last, 'row')} as a decode step"
     said = [("kernel", f"the {planned.route} route on {planned.isa}: {route}")]
@@ -312,7 +313,8 @@ def _words(planned: Planned) -> list[tuple[str, str]]:
 
 def _copies(planned: Planned, shape: Shape) -> str:
     if planned.route == "matrix":
-        return "brought into the unit's order tile by tile, once for each task: V, and K unless it is so already"
+        name = UNITS[planned.isa].name
+        return f"brought into the order of {name} tile by tile, once for each task: V, and K unless it is so already"
     if not planned.plan["copies_kv"]:
         asked = ", asked for in the order of memory" if planned.plan.get("asks_in_order") else ""
         if planned.plan.get("unit_steps"):
@@ -363,9 +365,9 @@ def _advice_of_time(terms: Mapping[str, float], limit: str, planned: Planned, ma
     prefill = planned.route != "decode"
     if prefill and limit == "arithmetic" and planned.dtype == "f32":
         if planned.route == "matrix":
-            said.append("The matrix unit takes six products for one of f32: bf16 takes one.")
+            said.append(f"{UNITS[planned.isa].name} takes six products for one of f32: bf16 takes one.")
         elif (isa := _best_isa(machine)) in UNITS:
-            said.append(f"{UNITS[isa].what} would run on the matrix unit of this CPU, with isa {isa}.")
+            said.append(f"{UNITS[isa].what} would run on {UNITS[isa].name}, with isa {isa}.")
     if limit.startswith("read") and planned.dtype in ("f32", "f64"):
         said.append("It waits for memory: K and V in bf16 or f16 are fewer bytes.")
     if prefill and terms["softmax"] > SOFTMAX_COSTS * (sum(terms.values()) - terms["read"]):

@@ -86,6 +86,9 @@ UNIT = 32
 
 
 class Unit(NamedTuple):
+    """A matrix unit, or instructions that multiply as one does."""
+
+    name: str  # of the instruction, where there is no unit
     what: str  # it has multiply-adds of
     whole: tuple[str, ...]  # types that it takes as they are
     results: float  # 32 x 32 of them into the unit, or out of it: multiplications and results wait for each other
@@ -98,7 +101,7 @@ class Unit(NamedTuple):
 
 
 AMX = Unit(
-    what="bf16 or f16", whole=("bf16",), results=190, line=1,
+    name="AMX", what="bf16 or f16", whole=("bf16",), results=190, line=1,
     softmax={"bf16": 13, "f16": 13, "f32": 12},  # bf16 as measured with weights in two parts
     pack=8, store=17, step=UNIT, in_place=2 * UNIT,
 )  # fmt: skip
@@ -106,9 +109,9 @@ UNITS = {
     "amx_fp16": AMX._replace(whole=("bf16", "f16"), softmax=AMX.softmax | {"f16": 22}),  # two instructions convert
     "amx": AMX,
     "avx512_bf16": AMX._replace(
-        what="bf16", results=50, line=0.3, softmax={"bf16": 7}, pack=5, step=2, in_place=math.inf
+        name="VDPBF16PS", what="bf16", results=50, line=0.3, softmax={"bf16": 7}, pack=5, step=2, in_place=math.inf
     ),
-    "neon_bf16": AMX._replace(what="bf16", in_place=0),
+    "neon_bf16": AMX._replace(name="BFMMLA", what="bf16", in_place=0),
 }
 # Of K and V; products for a score and for a value, to be exact; the same with fast_exp. "whole": the unit has the type.
 UNIT_PARTS = {"bf16": (1, 1, 1), "whole": (1, 1, 2), "f16": (2, 4, 3), "f32": (3, 6, 6)}

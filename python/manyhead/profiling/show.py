@@ -7,11 +7,12 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ..report import units
-from ..report.rows import NOISY
+from ..report.rows import NOISY, beyond_limit
 from .cases import Row as PlannedRow
 from .compare import describe, noise_of
 from .sweep import Watch
@@ -280,6 +281,8 @@ def show_notes(console: Console, document: dict[str, Any]) -> None:
             "is multiply-adds or the reading of what a call moves, from where K and V lie; whichever takes longer. "
             "overhead: a call too short for either to explain its time."
         )
+    for sentence in beyond_limit(rows):
+        console.print(sentence)
     notes = [(row["note"], row["name"]) for row in rows if row["note"]]
     notes += [
         (
@@ -406,8 +409,9 @@ def _comparison_columns(letters: Sequence[str]) -> list[Column]:
 
 @contextmanager
 def progress(first: str = "the machine") -> Iterator[Watch]:
-    """A bar with the time left on stderr, where that is a terminal; `first` is what it says at first."""
-    if not sys.stderr.isatty():
+    """A bar with the time left on stderr, where that is a terminal and rich is there, which not every command needs;
+    `first` is what it says at first."""
+    if not sys.stderr.isatty() or find_spec("rich") is None:
         yield Watch()
         return
     from rich.console import Console

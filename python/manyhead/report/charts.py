@@ -94,6 +94,16 @@ def log_range(values: Iterable[float], below: float, above: float) -> list[float
     return [min(logs) - below, max(logs) + above]
 
 
+def log_axis(limits: list[float]) -> dict[str, Any]:
+    """An axis between these logarithms, with ticks at 1, 2, 5, 10 ... where that is not too many."""
+    low, high = limits
+    steps = (1, 2, 5) if high - low < 3 else (1,)
+    values = [step * 10.0**power for power in range(math.floor(low), math.floor(high) + 1) for step in steps]
+    shown = [value for value in values if low <= math.log10(value) <= high]
+    ticks = {"tickmode": "array", "tickvals": shown, "ticktext": [f"{value:,.10g}" for value in shown]}
+    return {"type": "log", "range": limits} | ticks
+
+
 def _curves(groups: dict[str, list[Row]], value: Callable[[Row, list[Row]], float]) -> list[Any]:
     go = need("plotly.graph_objects", "the HTML page")
     return [
@@ -127,7 +137,7 @@ def sequence(rows: list[Row]) -> Figure:
     traces = _curves(curves(rows, "sequence"), lambda row, _: row["flops_rate"] / 1e9)
     speeds = [row["flops_rate"] / 1e9 for row in rows]
     wide = max(speeds) > 20 * min(speeds) > 0
-    y = {"type": "log", "dtick": 1, "range": log_range(speeds, 0.1, 0.1)} if wide else {"rangemode": "tozero"}
+    y = log_axis(log_range(speeds, 0.1, 0.1)) if wide else {"rangemode": "tozero"}
     return figure(traces, x=_places(rows, "sequence length"), y=y | {"title": {"text": "GFLOP/s"}})
 
 

@@ -18,7 +18,7 @@ from .._user import need, write_text
 from . import charts, units
 from .charts import Figure
 from .roofline import KIND_COLOURS, has_place, roofline
-from .rows import NOISY, Row, best, commonest_threads, curves, kind, of_series
+from .rows import NOISY, Row, best, beyond_limit, commonest_threads, curves, kind, of_series
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -36,6 +36,7 @@ class Column:
     title: str
     cell: Callable[[Any], Cell | str]
     numeric: bool = True
+    wraps: bool = False
 
 
 @dataclass
@@ -99,7 +100,7 @@ DTYPE = Column("dtype", lambda row: row["dtype"], numeric=False)
 HOW = [
     Column("ISA", lambda row: row["isa"], numeric=False),
     Column("threads", lambda row: str(row["threads"])),
-    Column("problem", lambda row: row["problem"], numeric=False),
+    Column("problem", lambda row: row["problem"], numeric=False, wraps=True),
 ]
 LIMIT = [
     Column("GB/s", lambda row: units.number(row["bytes_rate"] / 1e9)),
@@ -148,7 +149,7 @@ def _workloads(document: dict[str, Any]) -> list[Section]:
     rows = of_series(document["rows"], "table")
     if not rows:
         return []
-    text = ["Time is the best run's. Spread is how much longer one run in ten took."]
+    text = ["Time is the best run's. Spread is how much longer one run in ten took.", *beyond_limit(rows)]
     workloads = table("Workloads", [NAME, DTYPE, *RESULT, *HOW], rows)
     return [Section("workloads", "Workloads", text, tables=[workloads])]
 
@@ -205,12 +206,13 @@ def _threads(document: dict[str, Any]) -> list[Section]:
         f"{units.number(most)} times. The table below the chart has the same figures."
     )
     columns = [_on_axis("threads"), DTYPE, TIME, faster, SPREAD, SPEED, *LIMIT, *HOW]
+    several = rows[0]["x"] < rows[-1]["x"]  # a chart of one number of threads would be a dot
     return [
         Section(
             "threads",
             "Thread scaling",
-            charts=[chart("threads", charts.threads(rows), summary)],
-            tables=[table("Thread scaling", columns, rows, folded=True)],
+            charts=[chart("threads", charts.threads(rows), summary)] if several else [],
+            tables=[table("Thread scaling", columns, rows, folded=several)],
         )
     ]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from .._user import need
-from .charts import FAINT, HUES, INK, SURFACE, Figure, details, figure, log_range, plain
+from .charts import FAINT, HUES, INK, SURFACE, Figure, details, figure, log_axis, log_range, plain
 from .rows import Row, commonest_threads, kind
 
 Limit = tuple[str, float]  # name, rate in 1e9 a second
@@ -123,11 +123,10 @@ def roofline(rows: list[Row], limits: dict[str, Any]) -> Figure:
         above = rate
         place = (right - column * 0.3 * (right - left), height)
         texts.append(_label(name, place, xanchor="right", yanchor="bottom"))
-    log = {"type": "log", "dtick": 1}
     return figure(
         [*lines, *_points(rows)],
-        x=log | {"title": {"text": "FLOP per byte"}, "range": [left, right]},
-        y=log | {"title": {"text": "GFLOP/s"}, "range": [bottom, top]},
+        x=log_axis([left, right]) | {"title": {"text": "FLOP per byte"}},
+        y=log_axis([bottom, top]) | {"title": {"text": "GFLOP/s"}},
         height=480,
         annotations=texts,
     )

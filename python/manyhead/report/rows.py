@@ -36,6 +36,17 @@ def best(row: Row) -> float:
     return row["seconds"]["best"]
 
 
+def beyond_limit(rows: Iterable[Row]) -> list[str]:
+    """A sentence where there are shares above 100 %, which no limit allows."""
+    count = sum(round(100 * row["share"]) > 100 for row in rows if units.known(row.get("share")))
+    if not count:
+        return []
+    return [
+        f"{units.plural(count, 'row')} above 100% of the limit: it was measured in slower moments than the row itself, "
+        "so it is too low there."
+    ]
+
+
 def commonest_threads(rows: Iterable[Row]) -> int | None:
     """That most rows ran with; the larger number where two are as common."""
     counts = Counter(row["threads"] for row in rows)
