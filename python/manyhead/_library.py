@@ -29,6 +29,9 @@ class Error(RuntimeError):
         super().__init__(text)
         self.status = status
 
+    def __reduce__(self) -> Any:
+        return type(self), (*self.args, self.status), vars(self)
+
 
 Error.__module__ = "manyhead"  # where users find it
 

@@ -72,7 +72,17 @@ def real_type(dtype: np.dtype) -> np.dtype:
 @cache
 def result_type(fields: tuple[str, ...]) -> Callable[..., tuple]:
     """A named tuple of what was asked for: `out, lse = ...` and `result.lse` both work."""
-    return namedtuple("Result", fields, module="manyhead")
+    names = {"__slots__": (), "__module__": "manyhead", "__reduce__": _reduce_result}
+    return type("Result", (namedtuple("Result", fields),), names)
+
+
+def _reduce_result(result: Any) -> tuple:
+    """For copies and pickles, which look for a class by its name: all of these have one name."""
+    return _make_result, (result._fields, tuple(result))
+
+
+def _make_result(fields: tuple[str, ...], values: tuple) -> tuple:
+    return result_type(fields)(*values)
 
 
 def gather(

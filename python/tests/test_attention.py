@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 
 import manyhead
 import numpy as np
@@ -219,6 +221,21 @@ def test_results_come_in_the_order_of_the_documentation():
     close(out, result.out, "f32")
     close(lse, result.lse, "f32", "lse")
     assert isinstance(manyhead.attention(q, k, v), np.ndarray)
+
+
+def test_results_are_copied_and_pickled():
+    q, k, v = tensors(1, 2, 5, 4)
+    out, lse = manyhead.attention(q, k, v, return_lse=True)
+    layer = manyhead.MultiHeadAttention(q[0, 0, :4], q[0, 0, :4], q[0, 0, :4], num_heads=2)
+    for result in (
+        manyhead.attention(q, k, v, return_lse=True, return_scores="raw"),
+        manyhead.merge_states(out[None], lse[None]),
+        layer(q[0], need_weights=True),
+    ):
+        for other in (pickle.loads(pickle.dumps(result)), copy.copy(result), copy.deepcopy(result)):
+            assert type(other) is type(result)
+            for name in result._fields:
+                np.testing.assert_array_equal(getattr(other, name), getattr(result, name))
 
 
 def test_mean_weights_and_base_two():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import manyhead
 import numpy as np
 import pytest
@@ -182,3 +185,11 @@ def test_error_has_the_status():
     error = manyhead.Error("text", 3)
     assert isinstance(error, RuntimeError) and error.status == 3 and str(error) == "text"
     assert manyhead.Error.__module__ == "manyhead"
+
+
+def test_errors_travel_between_processes():
+    error = manyhead.Error("text", 3)
+    error.add_note("while testing")
+    for other in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
+        assert type(other) is manyhead.Error and other.status == 3 and str(other) == "text"
+        assert other.__notes__ == ["while testing"]
