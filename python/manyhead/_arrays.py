@@ -259,7 +259,7 @@ def to_type(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 def integer(x: Any, name: str) -> int:
     """A Python int that fits C's int64."""
-    if not isinstance(x, Integral):
+    if type(x) is not int and not isinstance(x, Integral):
         raise TypeError(f"{name} must be an integer, not {type(x).__name__}")
     value = int(x)
     if not -(2**63) <= value < 2**63:
@@ -268,6 +268,11 @@ def integer(x: Any, name: str) -> int:
 
 
 def number(x: Any, name: str) -> float:
+    """A Python float, from a real number or an array of one that has no dimension."""
+    if not isinstance(x, Real) and getattr(x, "ndim", None) == 0:
+        array = view(x, name)
+        if array.dtype.kind in "iuf" or CODES[array.dtype] is not None:
+            x = to_real(array, np.dtype(np.float64)).item()
     if not isinstance(x, Real):
         raise TypeError(f"{name} must be a real number, not {type(x).__name__}")
     try:

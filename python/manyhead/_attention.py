@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json as _json
 from math import prod
-from numbers import Integral
-from typing import Any
+from typing import Any, SupportsFloat
 
 import numpy as np
 
@@ -14,12 +13,14 @@ from ._arrays import (
     Shape,
     address,
     aligned_empty,
+    boolean,
     element_strides,
     float_type,
     floats,
     integer,
     is_in_place,
     is_jax,
+    number,
     writable,
 )
 from ._exec import make_exec, thread_limit
@@ -30,10 +31,12 @@ from ._plan import (
     Options,
     as_arrays,
     gather,
+    make_window,
     plan_for,
     real_type,
+    split_offset,
 )
-from ._tensors import as_array, facts, make, numpy_type, see_all
+from ._tensors import as_array, facts, make, see_all
 
 _run = lib.mh_plan_run
 
@@ -43,14 +46,14 @@ def attention(
     k: Any,
     v: Any,
     *,
-    scale: float | None = None,
+    scale: SupportsFloat | None = None,
     causal: bool = False,
     align: str | None = None,
     q_offset: Any = None,
     window: tuple[int, int] | None = None,
     window_left: int | None = None,
     window_right: int | None = None,
-    softcap: float = 0.0,
+    softcap: SupportsFloat = 0.0,
     fast_exp: bool = False,
     attn_mask: Any = None,
     attn_bias: Any = None,
@@ -84,8 +87,9 @@ def attention(
         scale: factor of the scores; default 1 / sqrt(head_dim). 0 and negative numbers are taken as they are.
         causal: query i at position p attends keys j <= p.
         align: where query i stands among the keys: "top_left", p = i (PyTorch); "bottom_right", p = i + kv_len - q_len
-            with the batch entry's own kv_len (FlashAttention). Needed where a position is used and q_len != kv_len.
-        q_offset: p = i + q_offset: an integer or one for each batch entry; may be negative. Takes the place of `align`.
+            with the batch entry's own kv_len (FlashAttention). Needed where a position is used and q_len != kv_len;
+            None or "none" elsewhere.
+        q_offset: p = i + q_offset: an integer or one for each batch entry; may be negative. In the place of `align`.
         window: (left, right), p - left <= j <= p + right; -1 is no bound. Or window_left and window_right.
         softcap: scores become softcap * tanh(score / softcap), before anything is added; 0 is off.
         fast_exp: exponentials may be wrong by 2**-13 of themselves, and where a matrix unit multiplies float16 weights
@@ -121,15 +125,26 @@ def attention(
         TypeError: an argument is of a wrong type, or in another device's memory.
         manyhead.Error: this build or machine cannot do it.
     """
-    if window_left is not None or window_right is not None:
+    # Kept plans are found by what options are equal to: each has one type here.
+    if scale is not None and not isinstance(scale, float):
+        scale = number(scale, "scale")
+    if not isinstance(softcap, float):
+        softcap = number(softcap, "softcap")
+    if causal is not False and causal is not True:
+        causal = boolean(causal, "causal")
+    if fast_exp is not False and fast_exp is not True:
+        fast_exp = boolean(fast_exp, "fast_exp")
+    if return_lse is not False and return_lse is not True:
+        return_lse = boolean(return_lse, "return_lse")
+    if return_column_sums is not False and return_column_sums is not True:
+        return_column_sums = boolean(return_column_sums, "return_column_sums")
+    if window is not None or window_left is not None or window_right is not None:
         window = make_window(window, window_left, window_right)
-    elif type(window) is list:
-        window = tuple(window)
     offsets = None
-    if q_offset is not None and not isinstance(q_offset, Integral):
-        offsets, q_offset = q_offset, None
+    if q_offset is not None:
+        q_offset, offsets = split_offset(q_offset)
     tensors, seen, begins = see_all(q, k, v, out)
-    inputs = gather(numpy_type(tensors[0]), attn_mask, attn_bias, key_mask, seqused_k, offsets, alibi_slopes, sinks)
+    inputs = gather(tensors[0].dtype, attn_mask, attn_bias, key_mask, seqused_k, offsets, alibi_slopes, sinks)
     plan = plan_for(
         tensors,
         seen,
@@ -171,9 +186,7 @@ class Plan(Immutable):
         """Runs the plan. Arrays must have the shapes, strides and types that it was made for, and the same optional
         inputs must be there; otherwise ValueError says which one differs. Arguments and results as in attention."""
         tensors, seen, begins = see_all(q, k, v, out)
-        inputs = gather(
-            numpy_type(tensors[0]), attn_mask, attn_bias, key_mask, seqused_k, q_offset, alibi_slopes, sinks
-        )
+        inputs = gather(tensors[0].dtype, attn_mask, attn_bias, key_mask, seqused_k, q_offset, alibi_slopes, sinks)
         self._check(tensors, seen, inputs)
         return self._plan.run(q, begins, out, inputs, threads, workspace)
 
@@ -288,9 +301,8 @@ def plan(
     unknown = options.keys() - set(Options._fields)
     if unknown:
         raise TypeError(f"plan() got an unexpected option {sorted(unknown)[0]!r}")
-    if window_left is not None or window_right is not None:
-        window = make_window(window, window_left, window_right)
-    offset = integer(q_offset, "q_offset") if isinstance(q_offset, Integral) else None
+    window = make_window(window, window_left, window_right)
+    offset, q_offset = split_offset(q_offset)
     dtype = float_type(dtype, "dtype")
     tensors = {name: _example(x, dtype) for name, x in (("q", q), ("k", k), ("v", v))}
     tensors = {name: x if isinstance(x, Shape) else floats(x, name) for name, x in tensors.items()}
@@ -301,7 +313,7 @@ def plan(
         _example(attn_bias, dtype),
         _example(key_mask, np.dtype(np.bool_)),
         _example(seqused_k, np.dtype(np.int64)),
-        None if offset is not None else _example(q_offset, np.dtype(np.int64)),
+        _example(q_offset, np.dtype(np.int64)),
         _example(alibi_slopes, real),
         _example(sinks, real),
     )
@@ -402,9 +414,3 @@ def _kind(dtype: np.dtype) -> Any:
 def _same_strides(shape: tuple[int, ...], a: list[int], b: list[int]) -> bool:
     """Those of dimensions of size 1 say nothing, nor do any where there are no elements."""
     return 0 in shape or all(x == y for size, x, y in zip(shape, a, b, strict=True) if size > 1)
-
-
-def make_window(window: Any, left: Any, right: Any) -> tuple[Any, Any]:
-    if window is not None:
-        raise ValueError("give window or window_left and window_right, not both")
-    return (-1 if left is None else left, -1 if right is None else right)

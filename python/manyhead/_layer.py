@@ -5,9 +5,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 from ctypes import byref
-from numbers import Integral
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsFloat
 
 import numpy as np
 
@@ -29,10 +28,9 @@ from ._arrays import (
     wrap,
     writable,
 )
-from ._attention import make_window
 from ._exec import make_exec
 from ._library import Immutable, check, lib
-from ._plan import as_arrays, gather, place, real_type, result_type, spread
+from ._plan import as_arrays, gather, make_window, place, real_type, result_type, split_offset, spread
 from ._weights import SafeTensors, find
 
 _LAYOUTS = ("out_in", "in_out", "per_head")
@@ -44,7 +42,7 @@ class _Options(NamedTuple):
     align: str | None
     q_offset: int | None
     window: tuple[int, int] | None
-    softcap: float
+    softcap: SupportsFloat
     fast_exp: bool
 
 
@@ -98,7 +96,7 @@ class MultiHeadAttention(Immutable):
         bias_v: Any = None,
         add_zero_attn: bool = False,
         weight_layout: str = "out_in",
-        scale: float | None = None,
+        scale: SupportsFloat | None = None,
         dtype: Any = None,
     ) -> None:
         self._handle = None
@@ -219,7 +217,7 @@ class MultiHeadAttention(Immutable):
         window: tuple[int, int] | None = None,
         window_left: int | None = None,
         window_right: int | None = None,
-        softcap: float = 0.0,
+        softcap: SupportsFloat = 0.0,
         fast_exp: bool = False,
         need_weights: bool = False,
         average_weights: bool = False,
@@ -236,7 +234,7 @@ class MultiHeadAttention(Immutable):
             attn_mask, attn_bias, key_mask, seqused_k, causal, align, q_offset, window, softcap, fast_exp: as
                 in manyhead.attention; True = may attend. They do not restrict bias_k / bias_v and zero attention.
             need_weights: also return the attention weights; manyhead.attention's return_weights=True.
-            average_weights: weights averaged over the heads; manyhead.attention's return_weights="mean".
+            average_weights: with need_weights: averaged over the heads; manyhead.attention's return_weights="mean".
             out: where to write, (batch, q_len, out_dim). threads: as in attention.
 
         Returns:
@@ -244,11 +242,8 @@ class MultiHeadAttention(Immutable):
             (batch, heads, q_len, kv_len + extra keys), or (batch, q_len, ...) when averaged; float64 if the layer is,
             else float32.
         """
-        if window_left is not None or window_right is not None:
-            window = make_window(window, window_left, window_right)
-        offsets = None
-        if q_offset is not None and not isinstance(q_offset, Integral):
-            offsets, q_offset = q_offset, None
+        window = make_window(window, window_left, window_right)
+        q_offset, offsets = split_offset(q_offset)
         seen = gather(self.dtype, attn_mask, attn_bias, key_mask, seqused_k, offsets)
         inputs = as_arrays(seen)
         q = self._tokens(x_q, "x_q", self.embed_dim)
@@ -283,6 +278,8 @@ class MultiHeadAttention(Immutable):
             setattr(call, "q_offsets" if name == "q_offset" else name, begin)
         weights = None
         average = boolean(average_weights, "average_weights")
+        if average and not need_weights:
+            raise ValueError("average_weights is True, but need_weights is False: there are no weights to average")
         if boolean(need_weights, "need_weights"):
             rows = (batch, q_len, kv_len + self._extra_keys)
             weights = new(rows if average else (batch, self.num_heads, *rows[1:]), real_type(self.dtype), x_q)
@@ -361,7 +358,7 @@ class MultiHeadAttention(Immutable):
             causal=is_causal,
             align=align,
             need_weights=need_weights,
-            average_weights=average_attn_weights,
+            average_weights=need_weights and average_attn_weights,
             _like=query,  # on its threads
             **options,
         )

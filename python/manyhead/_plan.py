@@ -8,6 +8,7 @@ from collections import namedtuple
 from collections.abc import Callable, Mapping
 from ctypes import byref
 from functools import cache
+from numbers import Integral, Real
 from struct import Struct
 from typing import Any, NamedTuple
 
@@ -27,14 +28,21 @@ from ._arrays import (
     mask,
     number,
     real_vector,
+    view,
 )
 from ._exec import make_exec
 from ._library import Immutable, check, lib, raise_for, text_of
-from ._tensors import BOOLEANS, INDICES, MASKS, REALS, Seen, as_array, make, see, wrap_tensor
+from ._tensors import BOOLEANS, INDICES, MASKS, REALS, Seen, as_array, make, numpy_type, see, wrap_tensor
 
 _F64 = CODES[np.dtype(np.float64)]
+_run = lib.mh_plan_run
 
-ALIGN = {None: _abi.ALIGN_UNSET, "top_left": _abi.ALIGN_TOP_LEFT, "bottom_right": _abi.ALIGN_BOTTOM_RIGHT}
+ALIGN = {
+    None: _abi.ALIGN_UNSET,
+    "top_left": _abi.ALIGN_TOP_LEFT,
+    "bottom_right": _abi.ALIGN_BOTTOM_RIGHT,
+    "none": _abi.ALIGN_UNSET,
+}
 LSE_BASE = {"e": _abi.LSE_NATURAL, "2": _abi.LSE_BASE2}
 _ALIBI = {"abs": _abi.ALIBI_ABS, "signed": _abi.ALIBI_SIGNED}
 _STAGE = {"raw": _abi.SCORES_RAW, "capped": _abi.SCORES_CAPPED, "biased": _abi.SCORES_BIASED}
@@ -86,7 +94,7 @@ def _make_result(fields: tuple[str, ...], values: tuple) -> tuple:
 
 
 def gather(
-    dtype: np.dtype,
+    dtype: Any,
     attn_mask: Any = None,
     attn_bias: Any = None,
     key_mask: Any = None,
@@ -95,8 +103,8 @@ def gather(
     alibi_slopes: Any = None,
     sinks: Any = None,
 ) -> Inputs:
-    """The optional inputs of tensors of this type, under the names that mh_tensors has for them. Spelled out:
-    with a loop over a table a small call with a mask took 1.1 times as long."""
+    """The optional inputs of tensors of this type, NumPy's or PyTorch's, under the names that mh_tensors has for them.
+    Spelled out: with a loop over a table a small call with a mask took 1.1 times as long."""
     if (
         attn_mask is None
         and attn_bias is None
@@ -128,17 +136,55 @@ def gather(
         inputs["alibi_slopes"] = _see_reals(alibi_slopes, "alibi_slopes", dtype)
     if sinks is not None:
         inputs["sinks"] = _see_reals(sinks, "sinks", dtype)
+    if seqused_k is not None and q_offset is not None:
+        _widen(inputs)
     return inputs
 
 
-def _see_reals(x: Any, name: str, dtype: np.dtype) -> Seen:
-    real = real_type(dtype)
+def _widen(inputs: Inputs) -> None:
+    """C reads lengths and offsets of one type: beside int64 those of int32 are copied."""
+    names = "seqused_k", "q_offset"
+    if inputs[names[0]][0].dtype == inputs[names[1]][0].dtype:
+        return
+    arrays = [as_array(inputs[name][0]) for name in names]
+    if arrays[0].dtype != arrays[1].dtype:
+        for name, array in zip(names, arrays, strict=True):
+            if array.dtype == np.int32:
+                inputs[name] = see(array.astype(np.int64), name, INDICES)
+
+
+def _see_reals(x: Any, name: str, dtype: Any) -> Seen:
+    real = real_type(numpy_type(dtype))
     return see(x, name, REALS[real], lambda x, name: real_vector(x, name, real), True)
 
 
 def as_arrays(inputs: Mapping[str, Any]) -> Inputs:
     """The arrays themselves, for those who look closer."""
     return {name: as_array(x) for name, (x, _, _) in inputs.items()}
+
+
+def make_window(window: Any, left: Any, right: Any) -> tuple[int, int] | None:
+    """The window from its pair, or from its two sides, where one that is None has no bound."""
+    if left is not None or right is not None:
+        if window is not None:
+            raise ValueError("give window or window_left and window_right, not both")
+        window = -1 if left is None else left, -1 if right is None else right
+    if window is None:
+        return None
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise TypeError(f"window must be a pair (left, right), not {window!r}")
+    return integer(window[0], "window_left"), integer(window[1], "window_right")
+
+
+def split_offset(x: Any) -> tuple[int | None, Any]:
+    """q_offset as the integer of all batch entries, or as the array of each one's; None in the place of the other."""
+    if isinstance(x, Integral):
+        return integer(x, "q_offset"), None
+    if isinstance(x, Real):
+        raise TypeError(f"q_offset must be an integer or an array of integers, not {type(x).__name__}")
+    if getattr(x, "ndim", None) == 0 and (array := view(x, "q_offset")).dtype.kind in "iu":
+        return integer(array.item(), "q_offset"), None
+    return None, x
 
 
 def place(target: Any, options: Any, inputs: Mapping[str, Any]) -> None:
@@ -148,20 +194,16 @@ def place(target: Any, options: Any, inputs: Mapping[str, Any]) -> None:
     if options.q_offset is not None:
         target.q_offset = integer(options.q_offset, "q_offset")
     if options.q_offset is not None or "q_offset" in inputs:
+        if target.align != _abi.ALIGN_UNSET:
+            raise ValueError(f"align is {options.align!r}, and q_offset, which takes its place, is given too: give one")
         target.align = _abi.ALIGN_OFFSET
     target.softcap = number(options.softcap, "softcap")
     if boolean(options.fast_exp, "fast_exp"):
         target.flags |= _abi.FLAG_FAST_EXP
     if options.window is not None:
-        if not isinstance(options.window, (tuple, list)) or len(options.window) != 2:
-            raise TypeError(f"window must be a pair (left, right), not {options.window!r}")
         target.flags |= _abi.FLAG_WINDOW
-        target.window_left = integer(options.window[0], "window_left")
-        target.window_right = integer(options.window[1], "window_right")
-    indices = {inputs[name].dtype for name in ("seqused_k", "q_offset") if name in inputs}
-    if len(indices) > 1:
-        raise TypeError("seqused_k and q_offset are arrays of different types: make both int32 or both int64")
-    if indices == {np.dtype(np.int64)}:
+        target.window_left, target.window_right = options.window
+    if any(inputs[name].dtype == np.int64 for name in ("seqused_k", "q_offset") if name in inputs):
         target.index_type = _abi.INDEX_I64
 
 
@@ -291,7 +333,7 @@ class CPlan(Immutable):
             begins = (*begins[:3], begin)
         tensors, extra = self.tensors(like, begins, inputs)
         if self.handle is not None:
-            status = lib.mh_plan_run(self.handle, tensors, make_exec(like, threads, workspace))
+            status = _run(self.handle, tensors, make_exec(like, threads, workspace))
             if status:
                 raise_for(status)
         return self.result(like, out, out_array, extra)  # not earlier: a library may copy what it takes over
@@ -310,14 +352,14 @@ class CPlan(Immutable):
 
     def tensors(self, like: Any, begins: tuple[int, int, int, int], inputs: Inputs) -> tuple[bytes, list[Any]]:
         """Where everything lies, as an mh_tensors, and the results besides out, whose memory is made here."""
-        words = [_TENSORS.size, *begins, *_NO_OTHERS]
+        words = [_SIZE, *begins, *_NO_OTHERS]
         for field, seen in inputs.items():
             words[_WORD[field]] = seen[2]
         extra = []
         for _, field, shape in self.results:
             array, words[_WORD[field]] = make(shape, self.real, like)
             extra.append(array)
-        return _TENSORS.pack(*words), extra
+        return _pack(*words), extra
 
     def describe(self, json: bool) -> str:
         if self.handle is None:
@@ -329,6 +371,7 @@ class CPlan(Immutable):
 # An mh_tensors as its words, a size and pointers: half a microsecond less than a ctypes.Structure takes.
 _WORD = {name: i for i, (name, *_) in enumerate(_abi.Tensors._fields_)}
 _TENSORS = Struct(f"{len(_WORD)}N")
+_SIZE, _pack = _TENSORS.size, _TENSORS.pack
 _NO_OTHERS = (0,) * (len(_WORD) - _WORD["out"] - 1)
 
 

@@ -100,8 +100,9 @@ def as_array(x: Any) -> Any:
     return view(x, "") if type(x) is _Tensor else x
 
 
-def numpy_type(x: Any) -> np.dtype:
-    return _types[x.dtype] if type(x) is _Tensor else x.dtype
+def numpy_type(dtype: Any) -> np.dtype:
+    """NumPy's name of a type that manyhead computes with, which may be PyTorch's."""
+    return _types.get(dtype, dtype)
 
 
 def make(shape: tuple[int, ...], dtype: np.dtype, like: Any) -> tuple[Any, int]:

@@ -7,6 +7,7 @@ import itertools
 import pickle
 
 import manyhead
+import ml_dtypes
 import numpy as np
 import problems
 import pytest
@@ -304,8 +305,52 @@ def test_an_offset_takes_the_place_of_the_alignment():
     q, k, v = tensors(1, 1, 4, 8)
     expected = manyhead.attention(q[:, :, 2:], k, v, causal=True, align="bottom_right")
     for offset in (2, np.int32(2), [2], np.array([2])):
-        result = manyhead.attention(q[:, :, 2:], k, v, causal=True, align="top_left", q_offset=offset)
-        np.testing.assert_array_equal(result, expected)
+        for align in (None, "none"):
+            result = manyhead.attention(q[:, :, 2:], k, v, causal=True, align=align, q_offset=offset)
+            np.testing.assert_array_equal(result, expected)
+    np.testing.assert_array_equal(manyhead.attention(q, k, v, align="none"), manyhead.attention(q, k, v))
+
+
+def test_offsets_and_lengths_of_two_integer_types():
+    q, k, v = tensors(2, 1, 4, 8)
+    expected = manyhead.attention(q, k, v, causal=True, q_offset=[0, 2], seqused_k=[4, 3])
+    plan = manyhead.plan(q, k, v, causal=True, q_offset=(2,), seqused_k=(2,))
+    layer = manyhead.MultiHeadAttention(*[np.eye(8, dtype=np.float32)] * 3, num_heads=1)
+    for kinds in (("i4", "i8"), ("i8", "i4"), ("i2", "i4"), ("u4", "i4")):
+        offsets, used = np.array([0, 2], kinds[0]), np.array([4, 3], kinds[1])
+        np.testing.assert_array_equal(
+            manyhead.attention(q, k, v, causal=True, q_offset=offsets, seqused_k=used), expected
+        )
+        np.testing.assert_array_equal(plan.run(q, k, v, q_offset=offsets, seqused_k=used), expected)
+        result = layer(q[:, 0], k[:, 0], v[:, 0], causal=True, q_offset=offsets, seqused_k=used)
+        close(result, expected[:, 0], "f32")
+
+
+def test_arrays_without_a_dimension_are_numbers():
+    q, k, v = tensors(2, 1, 4, 8)
+    options = {"scale": 0.5, "softcap": 2.0, "causal": True, "q_offset": 1}
+    expected = manyhead.attention(q, k, v, **options)
+    for kinds in (("f4", "i4"), ("f8", "i8"), ("f2", "u1"), (ml_dtypes.bfloat16, "i2")):
+        given = {name: np.array(x, kinds[isinstance(x, int)]) for name, x in options.items() if name != "causal"}
+        np.testing.assert_array_equal(manyhead.attention(q, k, v, causal=True, **given), expected)
+        np.testing.assert_array_equal(manyhead.plan(q, k, v, causal=True, **given).run(q, k, v), expected)
+    scale = np.array(0.5)
+    before = manyhead.attention(q, k, v, scale=scale)
+    scale[...] = 0.25
+    np.testing.assert_array_equal(manyhead.attention(q, k, v, scale=scale), manyhead.attention(q, k, v, scale=0.25))
+    assert not np.array_equal(before, manyhead.attention(q, k, v, scale=scale))
+
+
+@pytest.mark.parametrize("package", ["torch", "jax"])
+def test_numbers_of_other_libraries(package):
+    library = pytest.importorskip(package)
+    number = library.tensor if package == "torch" else library.numpy.array
+    q, k, v = tensors(2, 1, 4, 8)
+    for _ in range(2):
+        np.testing.assert_array_equal(
+            manyhead.attention(q, k, v, causal=True, scale=number(0.5), softcap=number(2.0), q_offset=number(1)),
+            manyhead.attention(q, k, v, causal=True, scale=0.5, softcap=2.0, q_offset=1),
+        )
 
 
 def test_the_result_is_written_to_out():

@@ -20,9 +20,9 @@ def attention(q: Any, k: Any, v: Any, *, align: str = "top_left", bool_mask: Any
     # fmt: on
     if k_scale is not None or v_scale is not None:
         raise NotInThisRelease("quantised keys and values (k_scale, v_scale)")
-    result = manyhead.attention(
-        q, k, v, align=align, attn_mask=bool_mask, attn_bias=additive_mask, seqused_k=kv_lens, **options
-    )
+    if options.get("q_offset") is None:
+        options["align"] = align
+    result = manyhead.attention(q, k, v, attn_mask=bool_mask, attn_bias=additive_mask, seqused_k=kv_lens, **options)
     return result._asdict() if isinstance(result, tuple) else {"out": result}
 
 
