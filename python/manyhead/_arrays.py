@@ -196,7 +196,12 @@ def broadcast_strides(array: Any, shape: tuple[int, ...], name: str) -> list[int
 
 def _listed(x: Any, name: str) -> np.ndarray:
     """Small vectors may also come as plain Python sequences."""
-    return np.asarray(x) if isinstance(x, (list, tuple, range)) else view(x, name)
+    if not isinstance(x, (list, tuple, range)):
+        return view(x, name)
+    try:
+        return np.asarray(x)
+    except ValueError as error:  # rows of different lengths
+        raise ValueError(f"{name}: {error}") from None
 
 
 def mask(x: Any, name: str) -> np.ndarray:
@@ -232,10 +237,15 @@ def index_vector(x: Any, name: str) -> np.ndarray:
 
 def real_vector(x: Any, name: str, real: np.dtype) -> np.ndarray:
     """Real numbers as C reads them: contiguous, f64 beside f64 tensors and f32 otherwise."""
-    array = _listed(x, name)
+    return np.ascontiguousarray(reals(x, name, real))
+
+
+def reals(x: Any, name: str, real: np.dtype) -> np.ndarray:
+    """Real numbers, converted to this type."""
+    array = ready(_listed(x, name))
     if array.dtype.kind not in "iuf" and CODES[array.dtype] is None:
         raise TypeError(f"{name} has dtype {array.dtype}, must be real numbers")
-    return np.ascontiguousarray(to_real(array, real))
+    return to_real(array, real)
 
 
 def to_real(array: np.ndarray, real: np.dtype) -> np.ndarray:

@@ -18,6 +18,7 @@ from . import _abi
 from ._arrays import (
     CODES,
     Shape,
+    address,
     any_mask,
     boolean,
     broadcast_strides,
@@ -238,6 +239,7 @@ class CPlan(Immutable):
 
     def __init__(self, q: Any, k: Any, v: Any, out: Any, inputs: Mapping[str, Any], options: Options) -> None:
         self.handle: int | None = None
+        self.unseen: np.ndarray | None = None
         axes = choice(options.layout, "layout", LAYOUT)
         _check_shapes(q, k, v, axes)
         batch, heads, q_len, head_dim = (q.shape[axis] for axis in axes)
@@ -271,11 +273,14 @@ class CPlan(Immutable):
         self.results = self._results(problem, options, scores)
         self.make_result = result_type(("out", *(name for name, _, _ in self.results))) if self.results else None
 
-        if heads == 0 or kv_heads == 0 or v_dim == 0:  # C takes 0 for "as many as"; nothing would be computed anyway
-            if heads and (kv_heads == 0 or self.results):
-                axis = axes[1] if kv_heads == 0 else 3
-                raise ValueError(f"{'k' if kv_heads == 0 else 'v'}.shape[{axis}] is 0, must be at least 1")
+        if heads and kv_heads == 0:
+            raise ValueError(f"k.shape[{axes[1]}] is 0, must be at least 1")
+        if heads == 0 or (v_dim == 0 and not self.results):  # there is nothing to compute
             return
+        if v_dim == 0:  # which C takes for "as many as": it gets one value for all keys, and room for what comes of it
+            self.unseen = np.empty((*scores[:3], 1), self.dtype)
+            problem.v_dim, problem.v_strides[:] = 1, [0] * 4
+            problem.out_strides[:] = element_strides(self.unseen)
         handle = ctypes.c_void_p()
         check(lib.mh_plan_create(byref(problem), byref(handle)))
         self.handle = handle.value
@@ -353,6 +358,8 @@ class CPlan(Immutable):
     def tensors(self, like: Any, begins: tuple[int, int, int, int], inputs: Inputs) -> tuple[bytes, list[Any]]:
         """Where everything lies, as an mh_tensors, and the results besides out, whose memory is made here."""
         words = [_SIZE, *begins, *_NO_OTHERS]
+        if self.unseen is not None:
+            words[_WORD["v"]], words[_WORD["out"]] = begins[1], address(self.unseen)  # the value is any number of k
         for field, seen in inputs.items():
             words[_WORD[field]] = seen[2]
         extra = []

@@ -150,10 +150,29 @@ def test_no_heads_and_no_values_give_empty_results():
     assert result.out.shape == (2, 0, 3, 4) and result.lse.shape == (2, 0, 3) and result.weights.shape == (2, 0, 3, 3)
     q, k, _ = tensors(2, 2, 3, 4)
     assert manyhead.attention(q, k, np.zeros((2, 2, 3, 0), np.float32)).shape == (2, 2, 3, 0)
-    with pytest.raises(ValueError, match=r"v\.shape\[3\] is 0"):
-        manyhead.attention(q, k, np.zeros((2, 2, 3, 0), np.float32), return_lse=True)
     with pytest.raises(ValueError, match=r"k\.shape\[1\] is 0"):
         manyhead.attention(q, k[:, :0], k[:, :0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [{}, {"q_len": 1, "kv_len": 300}, {"q_len": 40, "kv_len": 0}, {"batch": 0}])
+def test_what_is_not_of_values_is_there_without_values(sizes, dtype):
+    rng = np.random.default_rng(5)
+    q, k, v = random_tensors(rng, dtype, **({"batch": 2, "group": 2, "q_len": 20, "kv_len": 33} | sizes))
+    options = {"return_lse": True, "return_column_sums": True, "causal": True, "align": "bottom_right"}
+    for more in ({}, {"return_weights": "mean"}, {"return_weights": True, "return_scores": "biased"}):
+        expected = manyhead.attention(q, k, v, **options, **more)
+        none = v[..., :0]
+        plan = manyhead.plan(q, k, none, **options, **more)
+        for result in (
+            manyhead.attention(q, k, none, **options, **more),
+            manyhead.attention(q, k, none, out=expected.out[..., :0], **options, **more),
+            plan.run(q, k, none),
+            plan.bind(q, k, none)(),
+        ):
+            assert result.out.shape == (*q.shape[:3], 0) and result.out.dtype == q.dtype
+            for name in result._fields[1:]:
+                close(getattr(result, name), getattr(expected, name), dtype, name)
 
 
 def test_huge_scores_are_an_exact_arg_max():
