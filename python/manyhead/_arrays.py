@@ -336,16 +336,30 @@ def wrap(array: np.ndarray, like: Any) -> Any:
 
 
 def _view_torch(torch: Any, x: Any, name: str) -> np.ndarray:
+    if str(x.device) == "meta":
+        raise TypeError(f"{name} is on device meta, where tensors have no data")
     if not x.is_cpu:
         raise TypeError(f"{name} is on device {x.device}; manyhead computes on the CPU: pass {name}.cpu()")
     if x.requires_grad:
-        raise TypeError(f"{name} requires a gradient, which manyhead does not compute: pass {name}.detach()")
+        if torch.is_grad_enabled():
+            raise TypeError(f"{name} requires a gradient, which manyhead does not compute: pass {name}.detach()")
+        x = x.detach()
     try:
-        if x.dtype is torch.bfloat16:
-            return x.view(torch.int16).numpy().view(BF16)
-        return x.numpy()
+        array = x.view(torch.int16).numpy().view(BF16) if x.dtype is torch.bfloat16 else x.numpy()
     except (RuntimeError, TypeError) as error:  # sparse, conjugated, a type that NumPy lacks
         raise TypeError(f"{name}: {error}") from None
+    if array.size:  # a storage may have been made smaller, or freed, since
+        last = sum((size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True))
+        needed = x.storage_offset() * array.itemsize + last + array.itemsize
+        if x.untyped_storage().nbytes() < needed:
+            raise ValueError(f"{name} has a storage of {x.untyped_storage().nbytes()} bytes, its shape needs {needed}")
+    return array
+
+
+def detached(x: Any) -> Any:
+    """Without the wish for a gradient that a parameter of PyTorch has."""
+    torch = sys.modules.get("torch")
+    return x.detach() if torch is not None and isinstance(x, torch.Tensor) else x
 
 
 # ---- DLPack, read directly: NumPy's own reader has no bfloat16 and marks some writable memory read-only. ----
@@ -396,13 +410,20 @@ class _Memory:
         self.capsule = capsule
 
 
+def _check_jax(x: Any, name: str) -> None:
+    if isinstance(x, sys.modules["jax"].core.Tracer):
+        raise TypeError(f"{name} is traced (jax.jit, grad, vmap, ...) and has no data yet: use jax.pure_callback")
+    if x.is_deleted():
+        raise ValueError(f"{name} was deleted, or its buffer donated: it has no data")
+
+
 def _view_dlpack(x: Any, name: str) -> np.ndarray:
+    if is_jax(x):
+        _check_jax(x, name)
     try:
-        device = x.__dlpack_device__()
-        if int(device[0]) not in _HOST_DEVICES:
-            raise TypeError(
-                f"{name} is on another device (DLPack device {tuple(map(int, device))}); manyhead computes on the CPU"
-            )
+        device = tuple(map(int, x.__dlpack_device__()))
+        if device[0] not in _HOST_DEVICES:
+            raise TypeError(f"{name} is on another device (DLPack device {device}); manyhead computes on the CPU")
         try:
             capsule = x.__dlpack__(max_version=(1, 0))
         except TypeError:  # a producer from before versions existed

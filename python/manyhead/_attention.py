@@ -76,7 +76,8 @@ def attention(
 
     Arrays are NumPy arrays, tensors with ``__dlpack__`` in host memory (PyTorch, JAX, ...) or objects with the buffer
     protocol. They are read in place whatever their strides, negative and 0 included; only memory that is misaligned or
-    in foreign byte order is copied first. Results are of the kind of `q` (PyTorch in, PyTorch out).
+    in foreign byte order is copied first. Results are of the kind of `q` (PyTorch in, PyTorch out). There are no
+    gradients: PyTorch's tensors that want one are taken under torch.no_grad() only.
 
     Shapes, for ``layout="bhsd"``; with ``"bshd"`` the length comes before the heads in q, k, v and out only:
         q: (batch, heads, q_len, head_dim). float32, float64, float16 or bfloat16; k and v have the same type.

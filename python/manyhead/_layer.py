@@ -15,6 +15,7 @@ from ._arrays import (
     CODES,
     address,
     boolean,
+    detached,
     element_strides,
     float_type,
     floats,
@@ -110,11 +111,11 @@ class MultiHeadAttention(Immutable):
         if in_proj is not None:
             if any(x is not None for x in matrices.values()) or weight_layout != "out_in":
                 raise ValueError('in_proj takes the place of w_q, w_k and w_v, with weight_layout="out_in"')
-            matrices = dict(zip(matrices, _split(floats(in_proj, "in_proj"), heads, kv_heads), strict=True))
+            matrices = dict(zip(matrices, _split(_weight(in_proj, "in_proj"), heads, kv_heads), strict=True))
         for name, x in matrices.items():
             if x is None:
                 raise TypeError(f"{name} is missing: give w_q, w_k and w_v, or in_proj")
-        self.dtype = float_type(floats(matrices["w_q"], "w_q").dtype if dtype is None else dtype, "dtype")
+        self.dtype = float_type(_weight(matrices["w_q"], "w_q").dtype if dtype is None else dtype, "dtype")
 
         q = self._per_head(matrices["w_q"], "w_q", heads, weight_layout)
         k = self._per_head(matrices["w_k"], "w_k", kv_heads, weight_layout)
@@ -376,7 +377,7 @@ class MultiHeadAttention(Immutable):
         )
 
     def _real(self, x: Any, name: str) -> np.ndarray:
-        return to_type(floats(x, name), self.dtype)
+        return to_type(_weight(x, name), self.dtype)
 
     def _per_head(self, x: Any, name: str, heads: int, layout: str) -> np.ndarray:
         """A projection as (heads, dim, in), a view."""
@@ -413,6 +414,11 @@ class MultiHeadAttention(Immutable):
                 f"{name} has dtype {got}, must be that of the layer: {own}; "
                 f'convert it, or make the layer with dtype="{got}"'
             )
+
+
+def _weight(x: Any, name: str) -> np.ndarray:
+    """A weight as floats; what a parameter is now, as nothing learns here."""
+    return floats(detached(x), name)
 
 
 def _split(array: np.ndarray, heads: int, kv_heads: int) -> list[np.ndarray]:

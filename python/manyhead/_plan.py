@@ -50,6 +50,9 @@ _STAGE = {"raw": _abi.SCORES_RAW, "capped": _abi.SCORES_CAPPED, "biased": _abi.S
 LAYOUT = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3)}  # axes of batch, heads, length, dim
 _WEIGHTS = {False: 0, True: _abi.OUTPUT_WEIGHTS, "mean": _abi.OUTPUT_MEAN_WEIGHTS}
 
+# Fields of mh_tensors with other names in Python.
+NAMES = {"mask": "attn_mask", "bias": "attn_bias (or a float attn_mask)"}
+
 Inputs = dict[str, Seen]  # by field of mh_tensors
 NO_INPUTS: Inputs = {}
 
@@ -161,7 +164,7 @@ def _see_reals(x: Any, name: str, dtype: Any) -> Seen:
 
 def as_arrays(inputs: Mapping[str, Any]) -> Inputs:
     """The arrays themselves, for those who look closer."""
-    return {name: as_array(x) for name, (x, _, _) in inputs.items()}
+    return {name: as_array(x, NAMES.get(name, name)) for name, (x, _, _) in inputs.items()}
 
 
 def make_window(window: Any, left: Any, right: Any) -> tuple[int, int] | None:
@@ -212,9 +215,9 @@ def spread(target: Any, inputs: Mapping[str, Any], scores: tuple[int, int, int, 
     """Writes the strides of the masks into an mh_problem or an mh_mha_call; checks the vectors' lengths."""
     batch, _, _, kv_len = scores
     if "mask" in inputs:
-        target.mask_strides[:] = broadcast_strides(inputs["mask"], scores, "attn_mask")
+        target.mask_strides[:] = broadcast_strides(inputs["mask"], scores, NAMES["mask"])
     if "bias" in inputs:
-        target.bias_strides[:] = broadcast_strides(inputs["bias"], scores, "attn_bias (or a float attn_mask)")
+        target.bias_strides[:] = broadcast_strides(inputs["bias"], scores, NAMES["bias"])
         target.bias_dtype = CODES[inputs["bias"].dtype]
     if "key_mask" in inputs:
         target.key_mask_strides[:] = broadcast_strides(inputs["key_mask"], (batch, kv_len), "key_mask")
@@ -434,5 +437,5 @@ def plan_for(tensors: tuple, seen: tuple, inputs: Inputs, options: tuple) -> CPl
 
 
 def _make(tensors: tuple, inputs: Inputs, options: tuple) -> CPlan:
-    q, k, v, out = map(as_array, tensors)
+    q, k, v, out = map(as_array, tensors, ("q", "k", "v", "out"))
     return CPlan(q, k, v, out, as_arrays(inputs), Options(*options))

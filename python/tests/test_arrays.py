@@ -291,6 +291,15 @@ def test_torch_errors():
         manyhead.attention(q, q, torch.zeros(1, 1, 2, 4, device="meta"))
     with pytest.raises(TypeError, match="q: "):
         manyhead.attention(torch.zeros(1, 1, 2, 4).to_sparse(), q, q)
+    for x in (torch.zeros(1, 1, 2, 4), torch.zeros(1, 3, 2, 4)[:, 2:], torch.zeros(1, 1, 2, 4, dtype=torch.bfloat16)):
+        x.untyped_storage().resize_(0)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="k has a storage of 0 bytes, its shape needs"):
+                manyhead.attention(q.to(x.dtype), x, q.to(x.dtype))
+    x = torch.zeros(1, 1, 3, 4)
+    x.untyped_storage().resize_(40)
+    with pytest.raises(ValueError, match="v has a storage of 40 bytes, its shape needs 48"):
+        manyhead.attention(q, torch.zeros(1, 1, 3, 4), x)
     with pytest.raises(TypeError, match="dtype int64"):
         manyhead.attention(q.long(), q, q)
 
@@ -302,6 +311,7 @@ def fake(monkeypatch):
     monkeypatch.setattr(_tensors, "_Tensor", _tensors._NoTensor)
     monkeypatch.setattr(_tensors, "_layout", None)
     monkeypatch.setattr(_tensors, "_like", None)
+    monkeypatch.setattr(_tensors, "_grad_enabled", None)
     for name in ("_types", "_empty"):
         monkeypatch.setattr(_tensors, name, {})
     monkeypatch.setattr(_exec, "_runtimes", dict(_exec._runtimes))
@@ -425,13 +435,26 @@ def test_tensors_that_numpy_must_see(fake):
         for wrong, said in (
             (fake.Tensor(q, requires_grad=True), "requires a gradient"),
             (fake.Tensor(q, is_cpu=False, device="meta"), "is on device meta"),
+            (fake.Tensor(q, bytes_left=0), "has a storage of 0 bytes, its shape needs 192"),
             (fake.Tensor(q, negative=True), "negative bit set"),
             (fake.Tensor(q.astype(np.int64)), "has dtype int64"),
         ):
-            with pytest.raises(TypeError, match="q " + said if said != "negative bit set" else "q: " + said):
+            exception = ValueError if "storage" in said else TypeError
+            with pytest.raises(exception, match="q " + said if said != "negative bit set" else "q: " + said):
                 manyhead.attention(wrong, fake.Tensor(k), fake.Tensor(v))
-            with pytest.raises(TypeError, match="out:? " + said):
+            with pytest.raises(exception, match="out:? " + said):
                 manyhead.attention(*map(fake.Tensor, (q, k, v)), out=wrong)
+
+
+def test_gradients_that_nobody_asks_for(fake, monkeypatch):
+    q, k, v = tensors(1, 2, 3, 8)
+    expected = manyhead.attention(q, k, v)
+    wanted = [fake.Tensor(x, requires_grad=True) for x in (q, k, v)]
+    manyhead.attention(*map(fake.Tensor, (q, k, v)))
+    monkeypatch.setattr(_tensors, "_grad_enabled", lambda: False)
+    fake.is_grad_enabled = lambda: False
+    for _ in range(2):
+        np.testing.assert_array_equal(manyhead.attention(*wanted).array, expected)
 
 
 def test_torch_is_not_imported():
@@ -439,6 +462,39 @@ def test_torch_is_not_imported():
         pytest.skip("another test has imported torch")
     manyhead.attention(*tensors(1, 1, 2, 4))
     assert "torch" not in sys.modules and "jax" not in sys.modules
+
+
+def test_parameters_of_torch():
+    torch = pytest.importorskip("torch")
+    q = torch.randn(1, 1, 2, 4)
+    expected = manyhead.attention(q, q, q)
+    parameter, wanted = torch.nn.Parameter(q), q.clone().requires_grad_()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            for x in (parameter, wanted, wanted):
+                result = manyhead.attention(x, x, x)
+                assert torch.equal(result, expected) and not result.requires_grad
+    with pytest.raises(TypeError, match="q requires a gradient"):
+        manyhead.attention(wanted, q, q)
+    module = torch.nn.MultiheadAttention(8, 2)
+    layer = manyhead.MultiHeadAttention.from_state_dict(dict(module.named_parameters()), num_heads=2)
+    x = torch.randn(1, 5, 8)
+    again = manyhead.MultiHeadAttention.from_state_dict(module.state_dict(), num_heads=2)
+    assert torch.equal(layer(x), again(x))
+
+
+def test_jax_arrays_without_data():
+    jax = pytest.importorskip("jax")
+    x = jax.numpy.ones((1, 2, 3, 4))
+    for trace in (jax.jit, jax.vmap, lambda f: jax.grad(lambda x: f(x).sum())):
+        with pytest.raises(TypeError, match="q is traced .*: use jax.pure_callback"):
+            trace(lambda x: manyhead.attention(x, x, x))(x[None])
+    with pytest.raises(TypeError, match="scale is traced"):
+        jax.jit(lambda scale: manyhead.attention(x, x, x, scale=scale))(0.5)
+    gone = jax.numpy.zeros((1, 2, 3, 4))
+    gone.delete()
+    with pytest.raises(ValueError, match="k was deleted"):
+        manyhead.attention(x, gone, x)
 
 
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
