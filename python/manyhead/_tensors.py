@@ -26,7 +26,6 @@ class _NoTensor:
 _ndarray = np.ndarray
 _NOTHING: Seen = None, (), 0
 _Tensor: Any = _NoTensor
-_layout: Any = None  # of tensors with strides
 _types: dict[Any, np.dtype] = {}  # PyTorch's that manyhead computes with -> NumPy's
 _grad_enabled: Any = None  # whether PyTorch records what is done to its tensors
 _like: Any = None  # maker of a tensor like another one
@@ -128,21 +127,20 @@ def _see_plain(x: Any, item: int | None) -> Seen | None:
             item is not None
             and x.is_cpu
             and (not x.requires_grad or not _grad_enabled())
-            and x.layout is _layout
             and not x.is_neg()  # the negative of what lies in its memory
             and (begin := x.data_ptr())  # 0 for empty ones
             and not begin & item
             and x.untyped_storage().nbytes()  # 0 where it was freed
         ):
             return x, (x.shape, x.stride(), x.dtype), begin
-    except RuntimeError:  # a nested one has no shape, one within torch.vmap no memory
+    except RuntimeError:  # a nested one has no shape, a sparse one and one within torch.vmap no memory of its own
         pass
     return None
 
 
 def _meet(kind: type) -> None:
     """Looks at PyTorch when the first of its tensors is there. Never imports it."""
-    global _Tensor, _layout, _like, _grad_enabled
+    global _Tensor, _like, _grad_enabled
     torch = sys.modules.get("torch")
     if kind is _Tensor or torch is None or kind is not getattr(torch, "Tensor", None):
         return
@@ -160,5 +158,5 @@ def _meet(kind: type) -> None:
         _types[theirs] = dtype
         _empty[CODES[dtype]] = lambda shape, dtype=theirs, make=torch.empty: make(shape, dtype=dtype, device=cpu)
     _like = partial(torch.empty_like, memory_format=torch.contiguous_format)
-    _layout, _grad_enabled = torch.strided, torch.is_grad_enabled
+    _grad_enabled = torch.is_grad_enabled
     _Tensor = kind  # last, as other threads may be looking

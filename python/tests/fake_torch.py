@@ -21,7 +21,7 @@ TYPES = {
 
 
 class Tensor:
-    is_cpu, layout, device = True, "strided", "cpu"
+    is_cpu, device = True, "cpu"
 
     def __init__(self, array: np.ndarray, dtype: str = "", **facts: Any) -> None:
         self.array, self.dtype = array, TYPES[dtype or array.dtype.name]
@@ -90,7 +90,6 @@ def module(openmp: bool = False) -> Any:
         empty_like=empty_like,
         contiguous_format="contiguous",
         device=str,
-        strided="strided",
         is_grad_enabled=lambda: True,
         backends=SimpleNamespace(openmp=SimpleNamespace(is_available=lambda: openmp)),
         **TYPES,

@@ -289,8 +289,10 @@ def test_torch_errors():
         manyhead.attention(q, torch.zeros(1, 1, 2, 4, requires_grad=True), q)
     with pytest.raises(TypeError, match="v is on device meta"):
         manyhead.attention(q, q, torch.zeros(1, 1, 2, 4, device="meta"))
-    with pytest.raises(TypeError, match="q: "):
-        manyhead.attention(torch.zeros(1, 1, 2, 4).to_sparse(), q, q)
+    for apart in (q.to_sparse(), q.to_mkldnn(), torch.nested.nested_tensor([q[0], q[0]])):
+        for _ in range(2):
+            with pytest.raises(TypeError, match="q: "):
+                manyhead.attention(apart, q, q)
     for x in (torch.zeros(1, 1, 2, 4), torch.zeros(1, 3, 2, 4)[:, 2:], torch.zeros(1, 1, 2, 4, dtype=torch.bfloat16)):
         x.untyped_storage().resize_(0)
         for _ in range(2):
@@ -309,7 +311,6 @@ def fake(monkeypatch):
     """A PyTorch of which no tensor has been seen."""
     monkeypatch.setitem(sys.modules, "torch", fake_torch.module())
     monkeypatch.setattr(_tensors, "_Tensor", _tensors._NoTensor)
-    monkeypatch.setattr(_tensors, "_layout", None)
     monkeypatch.setattr(_tensors, "_like", None)
     monkeypatch.setattr(_tensors, "_grad_enabled", None)
     for name in ("_types", "_empty"):
