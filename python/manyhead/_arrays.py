@@ -29,15 +29,16 @@ DTYPES: dict[str, np.dtype] = {
     "f16": np.dtype(np.float16),
     "bf16": BF16,
 }
-_NUMPY_NAMES = {"float32": "f32", "float64": "f64", "float16": "f16", "bfloat16": "bf16"}
+_NUMPY_NAMES = {"f4": "f32", "f8": "f64", "f2": "f16"}
 
 
 class _Codes(dict):
     """NumPy type -> mh_dtype, None for types that manyhead does not compute with."""
 
     def __missing__(self, dtype: np.dtype) -> int | None:
-        name = "bfloat16" if dtype == BF16 else dtype.name
-        code = DTYPE_CODES.get(_NUMPY_NAMES.get(name, "")) if dtype.isnative else None
+        # Not of dtype.name, for which NumPy imports: while Python shuts down nothing can be imported.
+        name = "bf16" if dtype == BF16 or dtype.type.__name__ == "bfloat16" else _NUMPY_NAMES.get(dtype.str[1:], "")
+        code = DTYPE_CODES.get(name) if dtype.isnative else None
         self[dtype] = code
         return code
 
@@ -156,8 +157,10 @@ def is_in_place(x: Any, array: np.ndarray) -> bool:
 def view(x: Any, name: str) -> np.ndarray:
     """A plain ndarray on the memory of x."""
     if isinstance(x, np.ndarray):
-        if isinstance(x, np.ma.MaskedArray):
-            raise TypeError(f"{name} is a masked array; pass its data, and the mask as attn_mask or key_mask")
+        masked = sys.modules.get("numpy.ma")  # which np.ma would import
+        if masked is not None and isinstance(x, masked.MaskedArray):
+            hint = ", and the mask as attn_mask or key_mask" if name in _MASKABLE else ""
+            raise TypeError(f"{name} is a masked array; pass its data{hint}")
         return np.asarray(x)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
