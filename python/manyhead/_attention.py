@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as _json
 from math import prod
-from typing import Any, SupportsFloat
+from typing import Any, SupportsFloat, Unpack
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from ._plan import (
     Inputs,
     Options,
     as_arrays,
+    PlanOptions,
     gather,
     make_window,
     plan_for,
@@ -289,7 +290,7 @@ def plan(
     window: tuple[int, int] | None = None,
     window_left: int | None = None,
     window_right: int | None = None,
-    **options: Any,
+    **options: Unpack[PlanOptions],
 ) -> Plan:
     """Checks a kind of call once and decides how to compute it, for Plan.run.
 
@@ -299,7 +300,7 @@ def plan(
     attention: scale, causal, align, softcap, fast_exp, alibi_mode, layout, return_lse, lse_base, return_weights,
     return_column_sums, return_scores. Raises what attention raises.
     """
-    unknown = options.keys() - set(Options._fields)
+    unknown = options.keys() - PlanOptions.__annotations__.keys()
     if unknown:
         raise TypeError(f"plan() got an unexpected option {sorted(unknown)[0]!r}")
     window = make_window(window, window_left, window_right)

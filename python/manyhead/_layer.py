@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Mapping
 from ctypes import byref
 from pathlib import Path
-from typing import Any, NamedTuple, SupportsFloat
+from typing import Any, NamedTuple, SupportsFloat, TypedDict, Unpack
 
 import numpy as np
 
@@ -45,6 +45,15 @@ class _Options(NamedTuple):
     window: tuple[int, int] | None
     softcap: SupportsFloat
     fast_exp: bool
+
+
+class _Rest(TypedDict, total=False):
+    """What the constructor takes besides weights, their layout and num_heads."""
+
+    num_kv_heads: int | None
+    add_zero_attn: bool
+    scale: SupportsFloat | None
+    dtype: Any
 
 
 class MultiHeadAttention(Immutable):
@@ -181,7 +190,7 @@ class MultiHeadAttention(Immutable):
 
     @classmethod
     def from_state_dict(
-        cls, mapping: Mapping[str, Any], prefix: str = "", *, num_heads: int, **options: Any
+        cls, mapping: Mapping[str, Any], prefix: str = "", *, num_heads: int, **options: Unpack[_Rest]
     ) -> MultiHeadAttention:
         """A layer from weights with known names, each of which starts with `prefix`; other names are not looked at.
 
@@ -197,7 +206,9 @@ class MultiHeadAttention(Immutable):
         return cls(num_heads=num_heads, **find(mapping, prefix), **options)
 
     @classmethod
-    def from_safetensors(cls, path: str | Path, prefix: str, num_heads: int, **options: Any) -> MultiHeadAttention:
+    def from_safetensors(
+        cls, path: str | Path, prefix: str, num_heads: int, **options: Unpack[_Rest]
+    ) -> MultiHeadAttention:
         """A layer from a safetensors file; names and options as in from_state_dict. Needs the package safetensors, for
         weights in bfloat16 also ml_dtypes: `pip install 'manyhead[safetensors]'`."""
         return cls.from_state_dict(SafeTensors(path), prefix, num_heads=num_heads, **options)

@@ -10,7 +10,7 @@ from ctypes import byref
 from functools import cache
 from numbers import Integral, Real
 from struct import Struct
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsFloat, TypedDict
 
 import numpy as np
 
@@ -60,12 +60,12 @@ NO_INPUTS: Inputs = {}
 class Options(NamedTuple):
     """What a call asks for besides its arrays. All values can be keys of a dict, and none can change behind it."""
 
-    scale: float | None = None
+    scale: SupportsFloat | None = None
     causal: bool = False
     align: str | None = None
     q_offset: int | None = None
     window: tuple[int, int] | None = None
-    softcap: float = 0.0
+    softcap: SupportsFloat = 0.0
     fast_exp: bool = False
     alibi_mode: str = "abs"
     layout: str = "bhsd"
@@ -74,6 +74,23 @@ class Options(NamedTuple):
     return_weights: bool | str = False
     return_column_sums: bool = False
     return_scores: str | None = None
+
+
+class PlanOptions(TypedDict, total=False):
+    """Those of Options that manyhead.plan takes as they are."""
+
+    scale: SupportsFloat | None
+    causal: bool
+    align: str | None
+    softcap: SupportsFloat
+    fast_exp: bool
+    alibi_mode: str
+    layout: str
+    return_lse: bool
+    lse_base: str
+    return_weights: bool | str
+    return_column_sums: bool
+    return_scores: str | None
 
 
 def real_type(dtype: np.dtype) -> np.dtype:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 
+from typing import get_args, get_type_hints
 import manyhead
 import numpy as np
 import problems
@@ -129,6 +131,13 @@ def test_strides_of_dimensions_of_size_one_say_nothing():
 
 
 def test_mistakes_in_making_a_plan():
+def test_type_checkers_know_the_options_of_a_plan():
+    hints = get_type_hints(manyhead.plan)
+    known = hints.keys() | get_args(hints["options"])[0].__annotations__.keys()
+    of_attention = inspect.signature(manyhead.attention).parameters.keys()
+    assert known - {"dtype", "options", "return"} == of_attention - {"threads", "workspace"}
+
+
     with pytest.raises(TypeError, match="unexpected option 'dropout'"):
         manyhead.plan(*SHAPES, dropout=1)
     for dtype in (np.int32, "bfloat17", object):
