@@ -44,6 +44,7 @@ class _Codes(dict):
 
 
 CODES = _Codes()
+_MASKABLE = ("q", "k", "v", "x_q", "x_k", "x_v")  # the arrays of which a mask says what is attended
 _BOOLS = np.dtype(np.bool_), np.dtype(np.uint8)
 
 _Choice = TypeVar("_Choice")

@@ -26,11 +26,12 @@ from ._arrays import (
 from ._exec import make_exec, thread_limit
 from ._library import Immutable, Owner, lib, raise_for
 from ._plan import (
+    NAMES,
     CPlan,
     Inputs,
     Options,
-    as_arrays,
     PlanOptions,
+    as_arrays,
     gather,
     make_window,
     plan_for,
@@ -125,7 +126,7 @@ def attention(
     Raises:
         ValueError: a shape, length, option or array is wrong; outputs have not been touched.
         TypeError: an argument is of a wrong type, or in another device's memory.
-        manyhead.Error: this build or machine cannot do it.
+        manyhead.Error: this build or machine cannot do it. manyhead.OutOfMemory, which is a MemoryError too: no memory.
     """
     # Kept plans are found by what options are equal to: each has one type here.
     if scale is not None and not isinstance(scale, float):
@@ -164,7 +165,7 @@ class Plan(Immutable):
     def __init__(self, plan: CPlan, tensors: dict[str, Any], inputs: dict[str, Any]) -> None:
         self._plan = plan
         self._tensors = tuple(_Planned(name, tensors[name]) for name in ("q", "k", "v", "out"))
-        self._inputs = {name: _Planned(name, x) for name, x in inputs.items()}
+        self._inputs = {name: _Planned(NAMES.get(name, name), x) for name, x in inputs.items()}
         # Results that run makes are contiguous.
         self._makes_out = _same_strides(plan.out_shape, self._tensors[-1].strides, element_strides(plan.empty_out()))
 
@@ -246,7 +247,8 @@ class Plan(Immutable):
             if x is not None and seen_of_x != planned.facts:
                 planned.check(x)
         if inputs.keys() != self._inputs.keys():
-            raise ValueError(f"the plan was made for the inputs {sorted(self._inputs)}, not {sorted(inputs)}")
+            wanted, given = (sorted(NAMES.get(name, name) for name in names) for names in (self._inputs, inputs))
+            raise ValueError(f"the plan was made for the inputs {wanted}, not {given}")
         for name, (x, seen_of_x, _) in inputs.items():
             planned = self._inputs[name]
             if seen_of_x != planned.facts:
@@ -306,6 +308,9 @@ def plan(
     window = make_window(window, window_left, window_right)
     offset, q_offset = split_offset(q_offset)
     dtype = float_type(dtype, "dtype")
+    for name, x in (("q", q), ("k", k), ("v", v), ("out", out)):
+        if isinstance(x, list):
+            raise TypeError(f"{name} is a list, must be an array or, as a shape, a tuple")
     tensors = {name: _example(x, dtype) for name, x in (("q", q), ("k", k), ("v", v))}
     tensors = {name: x if isinstance(x, Shape) else floats(x, name) for name, x in tensors.items()}
     real = real_type(tensors["q"].dtype)

@@ -80,7 +80,7 @@ class MultiHeadAttention(Immutable):
             of w_q.
 
     Raises:
-        ValueError: sizes that do not fit together. TypeError: arguments of a wrong type. manyhead.Error: out of memory.
+        ValueError: sizes that do not fit together. TypeError: arguments of a wrong type. manyhead.OutOfMemory.
 
     Example:
         layer = manyhead.MultiHeadAttention.from_safetensors("model.safetensors", "encoder.layer.0.attention.", 12)
@@ -114,7 +114,9 @@ class MultiHeadAttention(Immutable):
             raise ValueError(f"weight_layout is {weight_layout!r}, must be one of {', '.join(map(repr, _LAYOUTS))}")
         heads = integer(num_heads, "num_heads")
         kv_heads = heads if num_kv_heads is None else integer(num_kv_heads, "num_kv_heads")
-        if heads < 1 or kv_heads < 1 or heads % kv_heads:
+        if heads < 1:
+            raise ValueError(f"num_heads is {heads}, must be at least 1")
+        if kv_heads < 1 or heads % kv_heads:
             raise ValueError(f"num_kv_heads is {kv_heads}, must be at least 1 and divide num_heads = {heads}")
         matrices = {"w_q": w_q, "w_k": w_k, "w_v": w_v}
         if in_proj is not None:

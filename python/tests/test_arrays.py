@@ -371,7 +371,7 @@ def test_masks_as_they_are(fake, name, dtype):
     for y in (x, fake.Tensor(apart, dtype)):
         np.testing.assert_array_equal(plan.run(q, k, v, **{name: y}), expected)
     np.testing.assert_array_equal(plan.bind(q, k, v, **{name: x})(), expected)
-    with pytest.raises(ValueError, match="(mask|bias) has strides"):
+    with pytest.raises(ValueError, match="attn_(mask|bias.*) has strides"):
         plan.run(q, k, v, **{name: fake.Tensor(bits, dtype)})
     with pytest.raises(ValueError, match="attn_bias .*has shape|attn_mask has shape"):
         manyhead.attention(*map(fake.Tensor, (q, k, v)), **{name: fake.Tensor(bits[..., :4], dtype)})

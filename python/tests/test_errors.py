@@ -9,6 +9,7 @@ from decimal import Decimal
 import manyhead
 import numpy as np
 import pytest
+from manyhead import _abi, _library
 
 Q = np.ones((2, 4, 3, 8), np.float32)
 K = np.ones((2, 2, 5, 8), np.float32)
@@ -45,6 +46,8 @@ CASES = [
     ({"q": Q.astype(np.complex64)}, TypeError, "q has dtype complex64"),
     ({"q": Q.astype(str)}, TypeError, "q has dtype <U"),
     ({"q": b"bytes"}, TypeError, "q has dtype uint8"),
+    ({"q": np.ma.array(Q)}, TypeError, "q is a masked array; pass its data, and the mask as attn_mask or key_mask$"),
+    ({"sinks": np.ma.zeros(4)}, TypeError, "sinks is a masked array; pass its data$"),
     ({"k": K.astype(np.float64)}, TypeError, "q float32, k float64, v float32: k differs from q"),
     ({"v": V.astype(np.float16)}, TypeError, "v differs from q"),
     # options
@@ -73,7 +76,7 @@ CASES = [
     ({"window": (1, 0), "window_left": 1}, ValueError, "give window or window_left and window_right, not both"),
     ({"window_right": "2", "align": "top_left"}, TypeError, "window_right must be an integer, not str"),
     ({"alibi_mode": "square"}, ValueError, "alibi_mode is 'square'"),
-    ({"alibi_mode": "signed"}, ValueError, "but there are no alibi_slopes"),
+    ({"alibi_mode": "signed"}, ValueError, "alibi_mode is 'signed', but there are no alibi_slopes"),
     ({"lse_base": "2"}, ValueError, "but return_lse is False"),
     ({"lse_base": 2}, ValueError, "lse_base is 2, must be one of 'e', '2'"),
     ({"return_lse": "e"}, TypeError, "return_lse must be True or False"),
@@ -125,8 +128,8 @@ CASES = [
     ({"sinks": bad(2)}, ValueError, r"sinks has shape \(2,\), must be \(heads,\) = \(4,\)"),
     ({"sinks": bad(4, dtype=bool)}, TypeError, "sinks has dtype bool"),
     # workspace
-    ({"workspace": np.zeros(64, np.uint8)[:0]}, ValueError, "workspace"),
-    ({"workspace": np.zeros(200, np.uint8)[1:]}, ValueError, "workspace"),
+    ({"workspace": np.zeros(64, np.uint8)[:0]}, ValueError, "^workspace"),
+    ({"workspace": np.zeros(200, np.uint8)[1:]}, ValueError, "^workspace is at address"),
     ({"workspace": b"\0" * 200}, ValueError, "workspace must be writable"),
     ({"workspace": np.zeros((64, 64), np.uint8)[:, ::2]}, ValueError, "workspace must be writable and contiguous"),
     ({"workspace": 4096}, TypeError, "workspace must be an array"),
@@ -186,6 +189,16 @@ def test_an_error_does_not_spoil_later_calls():
         with pytest.raises(ValueError, match="seqused_k"):
             manyhead.attention(Q, K, V, seqused_k=[0, 9])
     np.testing.assert_array_equal(manyhead.attention(Q, K, V), before)
+
+
+def test_no_memory_is_an_error_of_two_kinds():
+    with pytest.raises(MemoryError) as caught:
+        _library.raise_for(_abi.OUT_OF_MEMORY)
+    assert type(caught.value) is manyhead.OutOfMemory and isinstance(caught.value, manyhead.Error)
+    assert pickle.loads(pickle.dumps(caught.value)).status == _abi.OUT_OF_MEMORY
+    with pytest.raises(manyhead.Error) as caught:
+        _library.raise_for(_abi.UNSUPPORTED)
+    assert type(caught.value) is manyhead.Error
 
 
 @pytest.mark.parametrize("change", [
