@@ -128,10 +128,10 @@ def attention(
         TypeError: an argument is of a wrong type, or in another device's memory.
         manyhead.Error: this build or machine cannot do it. manyhead.OutOfMemory, which is a MemoryError too: no memory.
     """
-    # Kept plans are found by what options are equal to: each has one type here.
-    if scale is not None and not isinstance(scale, float):
+    # Kept plans are found by what options are equal to: what is of a wrong type must not get there.
+    if scale is not None and not isinstance(scale, (float, int)):
         scale = number(scale, "scale")
-    if not isinstance(softcap, float):
+    if not isinstance(softcap, (float, int)):
         softcap = number(softcap, "softcap")
     if causal is not False and causal is not True:
         causal = boolean(causal, "causal")
@@ -144,7 +144,7 @@ def attention(
     if window is not None or window_left is not None or window_right is not None:
         window = make_window(window, window_left, window_right)
     offsets = None
-    if q_offset is not None:
+    if q_offset is not None and type(q_offset) is not int:
         q_offset, offsets = split_offset(q_offset)
     tensors, seen, begins = see_all(q, k, v, out)
     inputs = gather(tensors[0].dtype, attn_mask, attn_bias, key_mask, seqused_k, offsets, alibi_slopes, sinks)

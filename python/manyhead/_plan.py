@@ -194,16 +194,24 @@ def make_window(window: Any, left: Any, right: Any) -> tuple[int, int] | None:
         return None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise TypeError(f"window must be a pair (left, right), not {window!r}")
-    return integer(window[0], "window_left"), integer(window[1], "window_right")
+    left, right = window
+    if type(left) is not int:
+        left = integer(left, "window_left")
+    if type(right) is not int:
+        right = integer(right, "window_right")
+    return left, right
 
 
 def split_offset(x: Any) -> tuple[int | None, Any]:
     """q_offset as the integer of all batch entries, or as the array of each one's; None in the place of the other."""
+    ndim = getattr(x, "ndim", None)
+    if ndim:
+        return None, x
     if isinstance(x, Integral):
         return integer(x, "q_offset"), None
     if isinstance(x, Real):
         raise TypeError(f"q_offset must be an integer or an array of integers, not {type(x).__name__}")
-    if getattr(x, "ndim", None) == 0 and (array := view(x, "q_offset")).dtype.kind in "iu":
+    if ndim == 0 and (array := view(x, "q_offset")).dtype.kind in "iu":
         return integer(array.item(), "q_offset"), None
     return None, x
 
@@ -223,7 +231,8 @@ def place(target: Any, options: Any, inputs: Mapping[str, Any]) -> None:
         target.flags |= _abi.FLAG_FAST_EXP
     if options.window is not None:
         target.flags |= _abi.FLAG_WINDOW
-        target.window_left, target.window_right = options.window
+        target.window_left = integer(options.window[0], "window_left")
+        target.window_right = integer(options.window[1], "window_right")
     if any(inputs[name].dtype == np.int64 for name in ("seqused_k", "q_offset") if name in inputs):
         target.index_type = _abi.INDEX_I64
 
