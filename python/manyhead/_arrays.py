@@ -340,9 +340,9 @@ def wrap(array: np.ndarray, like: Any) -> Any:
 
 
 def _view_torch(torch: Any, x: Any, name: str) -> np.ndarray:
-    if str(x.device) == "meta":
-        raise TypeError(f"{name} is on device meta, where tensors have no data")
     if not x.is_cpu:
+        if str(x.device) == "meta":
+            raise TypeError(f"{name} is on device meta, where tensors have no data")
         raise TypeError(f"{name} is on device {x.device}; manyhead computes on the CPU: pass {name}.cpu()")
     if x.requires_grad:
         if torch.is_grad_enabled():
@@ -415,7 +415,9 @@ class _Memory:
 
 
 def _check_jax(x: Any, name: str) -> None:
-    if isinstance(x, sys.modules["jax"].core.Tracer):
+    """That there is something in it."""
+    jax = sys.modules.get("jax")
+    if jax is not None and isinstance(x, jax.core.Tracer):
         raise TypeError(f"{name} is traced (jax.jit, grad, vmap, ...) and has no data yet: use jax.pure_callback")
     if x.is_deleted():
         raise ValueError(f"{name} was deleted, or its buffer donated: it has no data")

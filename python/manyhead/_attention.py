@@ -298,9 +298,9 @@ def plan(
 
     Every array argument is an example array, of which shape, strides and type are taken and nothing is read, or a
     shape (a tuple) for a contiguous one: of type `dtype` for q, k, v, out and attn_bias, bool for attn_mask and
-    key_mask, int64 for seqused_k and q_offset. An integer q_offset is part of the plan. `options` are those of
-    attention: scale, causal, align, softcap, fast_exp, alibi_mode, layout, return_lse, lse_base, return_weights,
-    return_column_sums, return_scores. Raises what attention raises.
+    key_mask, int64 for seqused_k and q_offset. An integer q_offset, also one in an array without a dimension, is part
+    of the plan. `options` are those of attention: scale, causal, align, softcap, fast_exp, alibi_mode, layout,
+    return_lse, lse_base, return_weights, return_column_sums, return_scores. Raises what attention raises.
     """
     unknown = options.keys() - PlanOptions.__annotations__.keys()
     if unknown:
