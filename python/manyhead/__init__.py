@@ -12,7 +12,7 @@ attention weights. `True` in a boolean mask means "may attend" everywhere but in
 from ._attention import BoundPlan, Plan, attention, plan
 from ._heads import show_heads
 from ._layer import MultiHeadAttention
-from ._library import Error, __version__
+from ._library import Error, OutOfMemory, __version__
 from ._merge import merge_state, merge_states
 from ._profile import Profile, profile
 from ._runtime import isa, isas, machine, set_isa, set_threads, threads, version
@@ -21,6 +21,7 @@ __all__ = [
     "BoundPlan",
     "Error",
     "MultiHeadAttention",
+    "OutOfMemory",
     "Plan",
     "Profile",
     "__version__",

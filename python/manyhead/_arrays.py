@@ -29,20 +29,22 @@ DTYPES: dict[str, np.dtype] = {
     "f16": np.dtype(np.float16),
     "bf16": BF16,
 }
-_NUMPY_NAMES = {"float32": "f32", "float64": "f64", "float16": "f16", "bfloat16": "bf16"}
+_NUMPY_NAMES = {"f4": "f32", "f8": "f64", "f2": "f16"}
 
 
 class _Codes(dict):
     """NumPy type -> mh_dtype, None for types that manyhead does not compute with."""
 
     def __missing__(self, dtype: np.dtype) -> int | None:
-        name = "bfloat16" if dtype == BF16 else dtype.name
-        code = DTYPE_CODES.get(_NUMPY_NAMES.get(name, "")) if dtype.isnative else None
+        # Not of dtype.name, for which NumPy imports: while Python shuts down nothing can be imported.
+        name = "bf16" if dtype == BF16 or dtype.type.__name__ == "bfloat16" else _NUMPY_NAMES.get(dtype.str[1:], "")
+        code = DTYPE_CODES.get(name) if dtype.isnative else None
         self[dtype] = code
         return code
 
 
 CODES = _Codes()
+_MASKABLE = ("q", "k", "v", "x_q", "x_k", "x_v")  # the arrays of which a mask says what is attended
 _BOOLS = np.dtype(np.bool_), np.dtype(np.uint8)
 
 _Choice = TypeVar("_Choice")
@@ -156,8 +158,10 @@ def is_in_place(x: Any, array: np.ndarray) -> bool:
 def view(x: Any, name: str) -> np.ndarray:
     """A plain ndarray on the memory of x."""
     if isinstance(x, np.ndarray):
-        if isinstance(x, np.ma.MaskedArray):
-            raise TypeError(f"{name} is a masked array; pass its data, and the mask as attn_mask or key_mask")
+        masked = sys.modules.get("numpy.ma")  # which np.ma would import
+        if masked is not None and isinstance(x, masked.MaskedArray):
+            hint = ", and the mask as attn_mask or key_mask" if name in _MASKABLE else ""
+            raise TypeError(f"{name} is a masked array; pass its data{hint}")
         return np.asarray(x)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
@@ -196,7 +200,12 @@ def broadcast_strides(array: Any, shape: tuple[int, ...], name: str) -> list[int
 
 def _listed(x: Any, name: str) -> np.ndarray:
     """Small vectors may also come as plain Python sequences."""
-    return np.asarray(x) if isinstance(x, (list, tuple, range)) else view(x, name)
+    if not isinstance(x, (list, tuple, range)):
+        return view(x, name)
+    try:
+        return np.asarray(x)
+    except ValueError as error:  # rows of different lengths
+        raise ValueError(f"{name}: {error}") from None
 
 
 def mask(x: Any, name: str) -> np.ndarray:
@@ -232,10 +241,15 @@ def index_vector(x: Any, name: str) -> np.ndarray:
 
 def real_vector(x: Any, name: str, real: np.dtype) -> np.ndarray:
     """Real numbers as C reads them: contiguous, f64 beside f64 tensors and f32 otherwise."""
-    array = _listed(x, name)
+    return np.ascontiguousarray(reals(x, name, real))
+
+
+def reals(x: Any, name: str, real: np.dtype) -> np.ndarray:
+    """Real numbers, converted to this type."""
+    array = ready(_listed(x, name))
     if array.dtype.kind not in "iuf" and CODES[array.dtype] is None:
         raise TypeError(f"{name} has dtype {array.dtype}, must be real numbers")
-    return np.ascontiguousarray(to_real(array, real))
+    return to_real(array, real)
 
 
 def to_real(array: np.ndarray, real: np.dtype) -> np.ndarray:
@@ -259,7 +273,7 @@ def to_type(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 def integer(x: Any, name: str) -> int:
     """A Python int that fits C's int64."""
-    if not isinstance(x, Integral):
+    if type(x) is not int and not isinstance(x, Integral):
         raise TypeError(f"{name} must be an integer, not {type(x).__name__}")
     value = int(x)
     if not -(2**63) <= value < 2**63:
@@ -268,6 +282,11 @@ def integer(x: Any, name: str) -> int:
 
 
 def number(x: Any, name: str) -> float:
+    """A Python float, from a real number or an array of one that has no dimension."""
+    if not isinstance(x, Real) and getattr(x, "ndim", None) == 0:
+        array = view(x, name)
+        if array.dtype.kind in "iuf" or CODES[array.dtype] is not None:
+            x = to_real(array, np.dtype(np.float64)).item()
     if not isinstance(x, Real):
         raise TypeError(f"{name} must be a real number, not {type(x).__name__}")
     try:
@@ -322,15 +341,29 @@ def wrap(array: np.ndarray, like: Any) -> Any:
 
 def _view_torch(torch: Any, x: Any, name: str) -> np.ndarray:
     if not x.is_cpu:
+        if str(x.device) == "meta":
+            raise TypeError(f"{name} is on device meta, where tensors have no data")
         raise TypeError(f"{name} is on device {x.device}; manyhead computes on the CPU: pass {name}.cpu()")
     if x.requires_grad:
-        raise TypeError(f"{name} requires a gradient, which manyhead does not compute: pass {name}.detach()")
+        if torch.is_grad_enabled():
+            raise TypeError(f"{name} requires a gradient, which manyhead does not compute: pass {name}.detach()")
+        x = x.detach()
     try:
-        if x.dtype is torch.bfloat16:
-            return x.view(torch.int16).numpy().view(BF16)
-        return x.numpy()
+        array = x.view(torch.int16).numpy().view(BF16) if x.dtype is torch.bfloat16 else x.numpy()
     except (RuntimeError, TypeError) as error:  # sparse, conjugated, a type that NumPy lacks
         raise TypeError(f"{name}: {error}") from None
+    if array.size:  # a storage may have been made smaller, or freed, since
+        last = sum((size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True))
+        needed = x.storage_offset() * array.itemsize + last + array.itemsize
+        if x.untyped_storage().nbytes() < needed:
+            raise ValueError(f"{name} has a storage of {x.untyped_storage().nbytes()} bytes, its shape needs {needed}")
+    return array
+
+
+def detached(x: Any) -> Any:
+    """Without the wish for a gradient that a parameter of PyTorch has."""
+    torch = sys.modules.get("torch")
+    return x.detach() if torch is not None and isinstance(x, torch.Tensor) else x
 
 
 # ---- DLPack, read directly: NumPy's own reader has no bfloat16 and marks some writable memory read-only. ----
@@ -381,13 +414,22 @@ class _Memory:
         self.capsule = capsule
 
 
+def _check_jax(x: Any, name: str) -> None:
+    """That there is something in it."""
+    jax = sys.modules.get("jax")
+    if jax is not None and isinstance(x, jax.core.Tracer):
+        raise TypeError(f"{name} is traced (jax.jit, grad, vmap, ...) and has no data yet: use jax.pure_callback")
+    if x.is_deleted():
+        raise ValueError(f"{name} was deleted, or its buffer donated: it has no data")
+
+
 def _view_dlpack(x: Any, name: str) -> np.ndarray:
+    if is_jax(x):
+        _check_jax(x, name)
     try:
-        device = x.__dlpack_device__()
-        if int(device[0]) not in _HOST_DEVICES:
-            raise TypeError(
-                f"{name} is on another device (DLPack device {tuple(map(int, device))}); manyhead computes on the CPU"
-            )
+        device = tuple(map(int, x.__dlpack_device__()))
+        if device[0] not in _HOST_DEVICES:
+            raise TypeError(f"{name} is on another device (DLPack device {device}); manyhead computes on the CPU")
         try:
             capsule = x.__dlpack__(max_version=(1, 0))
         except TypeError:  # a producer from before versions existed

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json as _json
 from math import prod
-from numbers import Integral
-from typing import Any
+from typing import Any, SupportsFloat, Unpack
 
 import numpy as np
 
@@ -14,26 +13,32 @@ from ._arrays import (
     Shape,
     address,
     aligned_empty,
+    boolean,
     element_strides,
     float_type,
     floats,
     integer,
     is_in_place,
     is_jax,
+    number,
     writable,
 )
 from ._exec import make_exec, thread_limit
 from ._library import Immutable, Owner, lib, raise_for
 from ._plan import (
+    NAMES,
     CPlan,
     Inputs,
     Options,
+    PlanOptions,
     as_arrays,
     gather,
+    make_window,
     plan_for,
     real_type,
+    split_offset,
 )
-from ._tensors import as_array, facts, make, numpy_type, see_all
+from ._tensors import as_array, facts, make, see_all
 
 _run = lib.mh_plan_run
 
@@ -43,14 +48,14 @@ def attention(
     k: Any,
     v: Any,
     *,
-    scale: float | None = None,
+    scale: SupportsFloat | None = None,
     causal: bool = False,
     align: str | None = None,
     q_offset: Any = None,
     window: tuple[int, int] | None = None,
     window_left: int | None = None,
     window_right: int | None = None,
-    softcap: float = 0.0,
+    softcap: SupportsFloat = 0.0,
     fast_exp: bool = False,
     attn_mask: Any = None,
     attn_bias: Any = None,
@@ -73,7 +78,8 @@ def attention(
 
     Arrays are NumPy arrays, tensors with ``__dlpack__`` in host memory (PyTorch, JAX, ...) or objects with the buffer
     protocol. They are read in place whatever their strides, negative and 0 included; only memory that is misaligned or
-    in foreign byte order is copied first. Results are of the kind of `q` (PyTorch in, PyTorch out).
+    in foreign byte order is copied first. Results are of the kind of `q` (PyTorch in, PyTorch out). There are no
+    gradients: PyTorch's tensors that want one are taken under torch.no_grad() only.
 
     Shapes, for ``layout="bhsd"``; with ``"bshd"`` the length comes before the heads in q, k, v and out only:
         q: (batch, heads, q_len, head_dim). float32, float64, float16 or bfloat16; k and v have the same type.
@@ -84,7 +90,8 @@ def attention(
         scale: factor of the scores; default 1 / sqrt(head_dim). 0 and negative numbers are taken as they are.
         causal: query i at position p attends keys j <= p.
         align: where query i stands among the keys: "top_left", p = i (PyTorch); "bottom_right", p = i + kv_len - q_len
-            with the batch entry's own kv_len (FlashAttention). Needed where a position is used and q_len != kv_len.
+            with the batch entry's own kv_len (FlashAttention). Needed where a position is used and q_len != kv_len;
+            None or "none" elsewhere.
         q_offset: p = i + q_offset: an integer or one for each batch entry; may be negative. Takes the place of `align`.
         window: (left, right), p - left <= j <= p + right; -1 is no bound. Or window_left and window_right.
         softcap: scores become softcap * tanh(score / softcap), before anything is added; 0 is off.
@@ -119,17 +126,28 @@ def attention(
     Raises:
         ValueError: a shape, length, option or array is wrong; outputs have not been touched.
         TypeError: an argument is of a wrong type, or in another device's memory.
-        manyhead.Error: this build or machine cannot do it.
+        manyhead.Error: this build or machine cannot do it. manyhead.OutOfMemory, which is a MemoryError too: no memory.
     """
-    if window_left is not None or window_right is not None:
+    # Kept plans are found by what options are equal to: what is of a wrong type must not get there.
+    if scale is not None and not isinstance(scale, (float, int)):
+        scale = number(scale, "scale")
+    if not isinstance(softcap, (float, int)):
+        softcap = number(softcap, "softcap")
+    if causal is not False and causal is not True:
+        causal = boolean(causal, "causal")
+    if fast_exp is not False and fast_exp is not True:
+        fast_exp = boolean(fast_exp, "fast_exp")
+    if return_lse is not False and return_lse is not True:
+        return_lse = boolean(return_lse, "return_lse")
+    if return_column_sums is not False and return_column_sums is not True:
+        return_column_sums = boolean(return_column_sums, "return_column_sums")
+    if window is not None or window_left is not None or window_right is not None:
         window = make_window(window, window_left, window_right)
-    elif type(window) is list:
-        window = tuple(window)
     offsets = None
-    if q_offset is not None and not isinstance(q_offset, Integral):
-        offsets, q_offset = q_offset, None
+    if q_offset is not None and type(q_offset) is not int:
+        q_offset, offsets = split_offset(q_offset)
     tensors, seen, begins = see_all(q, k, v, out)
-    inputs = gather(numpy_type(tensors[0]), attn_mask, attn_bias, key_mask, seqused_k, offsets, alibi_slopes, sinks)
+    inputs = gather(tensors[0].dtype, attn_mask, attn_bias, key_mask, seqused_k, offsets, alibi_slopes, sinks)
     plan = plan_for(
         tensors,
         seen,
@@ -147,7 +165,7 @@ class Plan(Immutable):
     def __init__(self, plan: CPlan, tensors: dict[str, Any], inputs: dict[str, Any]) -> None:
         self._plan = plan
         self._tensors = tuple(_Planned(name, tensors[name]) for name in ("q", "k", "v", "out"))
-        self._inputs = {name: _Planned(name, x) for name, x in inputs.items()}
+        self._inputs = {name: _Planned(NAMES.get(name, name), x) for name, x in inputs.items()}
         # Results that run makes are contiguous.
         self._makes_out = _same_strides(plan.out_shape, self._tensors[-1].strides, element_strides(plan.empty_out()))
 
@@ -171,9 +189,7 @@ class Plan(Immutable):
         """Runs the plan. Arrays must have the shapes, strides and types that it was made for, and the same optional
         inputs must be there; otherwise ValueError says which one differs. Arguments and results as in attention."""
         tensors, seen, begins = see_all(q, k, v, out)
-        inputs = gather(
-            numpy_type(tensors[0]), attn_mask, attn_bias, key_mask, seqused_k, q_offset, alibi_slopes, sinks
-        )
+        inputs = gather(tensors[0].dtype, attn_mask, attn_bias, key_mask, seqused_k, q_offset, alibi_slopes, sinks)
         self._check(tensors, seen, inputs)
         return self._plan.run(q, begins, out, inputs, threads, workspace)
 
@@ -231,7 +247,8 @@ class Plan(Immutable):
             if x is not None and seen_of_x != planned.facts:
                 planned.check(x)
         if inputs.keys() != self._inputs.keys():
-            raise ValueError(f"the plan was made for the inputs {sorted(self._inputs)}, not {sorted(inputs)}")
+            wanted, given = (sorted(NAMES.get(name, name) for name in names) for names in (self._inputs, inputs))
+            raise ValueError(f"the plan was made for the inputs {wanted}, not {given}")
         for name, (x, seen_of_x, _) in inputs.items():
             planned = self._inputs[name]
             if seen_of_x != planned.facts:
@@ -275,23 +292,25 @@ def plan(
     window: tuple[int, int] | None = None,
     window_left: int | None = None,
     window_right: int | None = None,
-    **options: Any,
+    **options: Unpack[PlanOptions],
 ) -> Plan:
     """Checks a kind of call once and decides how to compute it, for Plan.run.
 
     Every array argument is an example array, of which shape, strides and type are taken and nothing is read, or a
     shape (a tuple) for a contiguous one: of type `dtype` for q, k, v, out and attn_bias, bool for attn_mask and
-    key_mask, int64 for seqused_k and q_offset. An integer q_offset is part of the plan. `options` are those of
-    attention: scale, causal, align, softcap, fast_exp, alibi_mode, layout, return_lse, lse_base, return_weights,
-    return_column_sums, return_scores. Raises what attention raises.
+    key_mask, int64 for seqused_k and q_offset. An integer q_offset, also one in an array without a dimension, is part
+    of the plan. `options` are those of attention: scale, causal, align, softcap, fast_exp, alibi_mode, layout,
+    return_lse, lse_base, return_weights, return_column_sums, return_scores. Raises what attention raises.
     """
-    unknown = options.keys() - set(Options._fields)
+    unknown = options.keys() - PlanOptions.__annotations__.keys()
     if unknown:
         raise TypeError(f"plan() got an unexpected option {sorted(unknown)[0]!r}")
-    if window_left is not None or window_right is not None:
-        window = make_window(window, window_left, window_right)
-    offset = integer(q_offset, "q_offset") if isinstance(q_offset, Integral) else None
+    window = make_window(window, window_left, window_right)
+    offset, q_offset = split_offset(q_offset)
     dtype = float_type(dtype, "dtype")
+    for name, x in (("q", q), ("k", k), ("v", v), ("out", out)):
+        if isinstance(x, list):
+            raise TypeError(f"{name} is a list, must be an array or, as a shape, a tuple")
     tensors = {name: _example(x, dtype) for name, x in (("q", q), ("k", k), ("v", v))}
     tensors = {name: x if isinstance(x, Shape) else floats(x, name) for name, x in tensors.items()}
     real = real_type(tensors["q"].dtype)
@@ -301,7 +320,7 @@ def plan(
         _example(attn_bias, dtype),
         _example(key_mask, np.dtype(np.bool_)),
         _example(seqused_k, np.dtype(np.int64)),
-        None if offset is not None else _example(q_offset, np.dtype(np.int64)),
+        _example(q_offset, np.dtype(np.int64)),
         _example(alibi_slopes, real),
         _example(sinks, real),
     )
@@ -402,9 +421,3 @@ def _kind(dtype: np.dtype) -> Any:
 def _same_strides(shape: tuple[int, ...], a: list[int], b: list[int]) -> bool:
     """Those of dimensions of size 1 say nothing, nor do any where there are no elements."""
     return 0 in shape or all(x == y for size, x, y in zip(shape, a, b, strict=True) if size > 1)
-
-
-def make_window(window: Any, left: Any, right: Any) -> tuple[Any, Any]:
-    if window is not None:
-        raise ValueError("give window or window_left and window_right, not both")
-    return (-1 if left is None else left, -1 if right is None else right)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 from ctypes import byref
-from numbers import Integral
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsFloat, TypedDict, Unpack
 
 import numpy as np
 
@@ -16,6 +15,7 @@ from ._arrays import (
     CODES,
     address,
     boolean,
+    detached,
     element_strides,
     float_type,
     floats,
@@ -29,10 +29,9 @@ from ._arrays import (
     wrap,
     writable,
 )
-from ._attention import make_window
 from ._exec import make_exec
 from ._library import Immutable, check, lib
-from ._plan import as_arrays, gather, place, real_type, result_type, spread
+from ._plan import as_arrays, gather, make_window, place, real_type, result_type, split_offset, spread
 from ._weights import SafeTensors, find
 
 _LAYOUTS = ("out_in", "in_out", "per_head")
@@ -44,8 +43,17 @@ class _Options(NamedTuple):
     align: str | None
     q_offset: int | None
     window: tuple[int, int] | None
-    softcap: float
+    softcap: SupportsFloat
     fast_exp: bool
+
+
+class _Rest(TypedDict, total=False):
+    """What the constructor takes besides weights, their layout and num_heads."""
+
+    num_kv_heads: int | None
+    add_zero_attn: bool
+    scale: SupportsFloat | None
+    dtype: Any
 
 
 class MultiHeadAttention(Immutable):
@@ -72,7 +80,7 @@ class MultiHeadAttention(Immutable):
             of w_q.
 
     Raises:
-        ValueError: sizes that do not fit together. TypeError: arguments of a wrong type. manyhead.Error: out of memory.
+        ValueError: sizes that do not fit together. TypeError: arguments of a wrong type. manyhead.OutOfMemory.
 
     Example:
         layer = manyhead.MultiHeadAttention.from_safetensors("model.safetensors", "encoder.layer.0.attention.", 12)
@@ -98,7 +106,7 @@ class MultiHeadAttention(Immutable):
         bias_v: Any = None,
         add_zero_attn: bool = False,
         weight_layout: str = "out_in",
-        scale: float | None = None,
+        scale: SupportsFloat | None = None,
         dtype: Any = None,
     ) -> None:
         self._handle = None
@@ -106,17 +114,19 @@ class MultiHeadAttention(Immutable):
             raise ValueError(f"weight_layout is {weight_layout!r}, must be one of {', '.join(map(repr, _LAYOUTS))}")
         heads = integer(num_heads, "num_heads")
         kv_heads = heads if num_kv_heads is None else integer(num_kv_heads, "num_kv_heads")
-        if heads < 1 or kv_heads < 1 or heads % kv_heads:
+        if heads < 1:
+            raise ValueError(f"num_heads is {heads}, must be at least 1")
+        if kv_heads < 1 or heads % kv_heads:
             raise ValueError(f"num_kv_heads is {kv_heads}, must be at least 1 and divide num_heads = {heads}")
         matrices = {"w_q": w_q, "w_k": w_k, "w_v": w_v}
         if in_proj is not None:
             if any(x is not None for x in matrices.values()) or weight_layout != "out_in":
                 raise ValueError('in_proj takes the place of w_q, w_k and w_v, with weight_layout="out_in"')
-            matrices = dict(zip(matrices, _split(floats(in_proj, "in_proj"), heads, kv_heads), strict=True))
+            matrices = dict(zip(matrices, _split(_weight(in_proj, "in_proj"), heads, kv_heads), strict=True))
         for name, x in matrices.items():
             if x is None:
                 raise TypeError(f"{name} is missing: give w_q, w_k and w_v, or in_proj")
-        self.dtype = float_type(floats(matrices["w_q"], "w_q").dtype if dtype is None else dtype, "dtype")
+        self.dtype = float_type(_weight(matrices["w_q"], "w_q").dtype if dtype is None else dtype, "dtype")
 
         q = self._per_head(matrices["w_q"], "w_q", heads, weight_layout)
         k = self._per_head(matrices["w_k"], "w_k", kv_heads, weight_layout)
@@ -182,7 +192,7 @@ class MultiHeadAttention(Immutable):
 
     @classmethod
     def from_state_dict(
-        cls, mapping: Mapping[str, Any], prefix: str = "", *, num_heads: int, **options: Any
+        cls, mapping: Mapping[str, Any], prefix: str = "", *, num_heads: int, **options: Unpack[_Rest]
     ) -> MultiHeadAttention:
         """A layer from weights with known names, each of which starts with `prefix`; other names are not looked at.
 
@@ -198,7 +208,9 @@ class MultiHeadAttention(Immutable):
         return cls(num_heads=num_heads, **find(mapping, prefix), **options)
 
     @classmethod
-    def from_safetensors(cls, path: str | Path, prefix: str, num_heads: int, **options: Any) -> MultiHeadAttention:
+    def from_safetensors(
+        cls, path: str | Path, prefix: str, num_heads: int, **options: Unpack[_Rest]
+    ) -> MultiHeadAttention:
         """A layer from a safetensors file; names and options as in from_state_dict. Needs the package safetensors, for
         weights in bfloat16 also ml_dtypes: `pip install 'manyhead[safetensors]'`."""
         return cls.from_state_dict(SafeTensors(path), prefix, num_heads=num_heads, **options)
@@ -219,7 +231,7 @@ class MultiHeadAttention(Immutable):
         window: tuple[int, int] | None = None,
         window_left: int | None = None,
         window_right: int | None = None,
-        softcap: float = 0.0,
+        softcap: SupportsFloat = 0.0,
         fast_exp: bool = False,
         need_weights: bool = False,
         average_weights: bool = False,
@@ -236,7 +248,7 @@ class MultiHeadAttention(Immutable):
             attn_mask, attn_bias, key_mask, seqused_k, causal, align, q_offset, window, softcap, fast_exp: as
                 in manyhead.attention; True = may attend. They do not restrict bias_k / bias_v and zero attention.
             need_weights: also return the attention weights; manyhead.attention's return_weights=True.
-            average_weights: weights averaged over the heads; manyhead.attention's return_weights="mean".
+            average_weights: with need_weights: averaged over the heads; manyhead.attention's return_weights="mean".
             out: where to write, (batch, q_len, out_dim). threads: as in attention.
 
         Returns:
@@ -244,11 +256,8 @@ class MultiHeadAttention(Immutable):
             (batch, heads, q_len, kv_len + extra keys), or (batch, q_len, ...) when averaged; float64 if the layer is,
             else float32.
         """
-        if window_left is not None or window_right is not None:
-            window = make_window(window, window_left, window_right)
-        offsets = None
-        if q_offset is not None and not isinstance(q_offset, Integral):
-            offsets, q_offset = q_offset, None
+        window = make_window(window, window_left, window_right)
+        q_offset, offsets = split_offset(q_offset)
         seen = gather(self.dtype, attn_mask, attn_bias, key_mask, seqused_k, offsets)
         inputs = as_arrays(seen)
         q = self._tokens(x_q, "x_q", self.embed_dim)
@@ -379,7 +388,7 @@ class MultiHeadAttention(Immutable):
         )
 
     def _real(self, x: Any, name: str) -> np.ndarray:
-        return to_type(floats(x, name), self.dtype)
+        return to_type(_weight(x, name), self.dtype)
 
     def _per_head(self, x: Any, name: str, heads: int, layout: str) -> np.ndarray:
         """A projection as (heads, dim, in), a view."""
@@ -416,6 +425,11 @@ class MultiHeadAttention(Immutable):
                 f"{name} has dtype {got}, must be that of the layer: {own}; "
                 f'convert it, or make the layer with dtype="{got}"'
             )
+
+
+def _weight(x: Any, name: str) -> np.ndarray:
+    """A weight as floats; what a parameter is now, as nothing learns here."""
+    return floats(detached(x), name)
 
 
 def _split(array: np.ndarray, heads: int, kv_heads: int) -> list[np.ndarray]:

@@ -29,8 +29,15 @@ class Error(RuntimeError):
         super().__init__(text)
         self.status = status
 
+    def __reduce__(self) -> Any:
+        return type(self), (*self.args, self.status), vars(self)
 
-Error.__module__ = "manyhead"  # where users find it
+
+class OutOfMemory(Error, MemoryError):
+    """The library got no memory."""
+
+
+Error.__module__ = OutOfMemory.__module__ = "manyhead"  # where users find them
 
 
 class Owner:
@@ -89,8 +96,8 @@ def load() -> tuple[ctypes.CDLL, str]:
         advice = "The environment variable MANYHEAD_LIBRARY says so: set it to a library of this version, or unset it."
     else:
         advice = (
-            "Build it (meson setup build && meson compile -C build) and set MANYHEAD_LIBRARY to the file, "
-            "or install the package with pip."
+            "Build it (meson setup build-release && meson compile -C build-release) and set MANYHEAD_LIBRARY to the "
+            "file, or install the package with pip."
         )
     raise ImportError("\n  ".join(["manyhead's shared library was not found. Tried:", *failures]) + "\n" + advice)
 
@@ -104,8 +111,9 @@ _IN_PYTHON = {
     "MH_ALIGN_TOP_LEFT": "'top_left'",
     "MH_ALIGN_BOTTOM_RIGHT": "'bottom_right'",
     "MH_ALIGN_OFFSET with q_offset": "q_offset given",
-    "inputs lacks MH_INPUT_ALIBI": "there are no alibi_slopes",
+    "alibi_mode is 1, but inputs lacks MH_INPUT_ALIBI": "alibi_mode is 'signed', but there are no alibi_slopes",
     "lse_base is 1, but outputs lacks MH_OUTPUT_LSE": "lse_base is '2', but return_lse is False",
+    "exec.": "",
 }
 
 
@@ -116,7 +124,8 @@ def raise_for(status: int) -> None:
         text = text.replace(name, here)
     if status == _abi.INVALID_ARGUMENT:
         raise ValueError(text)
-    raise Error(text or lib.mh_status_name(status).decode(), status)
+    kind = OutOfMemory if status == _abi.OUT_OF_MEMORY else Error
+    raise kind(text or lib.mh_status_name(status).decode(), status)
 
 
 def check(status: int) -> None:

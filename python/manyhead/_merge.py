@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from . import _abi
-from ._arrays import CODES, address, choice, element_strides, floats, new, wrap, writable
+from ._arrays import CODES, address, choice, element_strides, floats, new, reals, wrap, writable
 from ._exec import make_exec
 from ._library import check, lib
 from ._plan import LAYOUT, LSE_BASE, real_type, result_type
@@ -28,7 +28,8 @@ def merge_states(
 
     Args:
         outs: (states, ..., v_dim), any number of dimensions between.
-        lses: (states, ...), float32, or float64 beside float64 outs; in the base `lse_base`, "e" or "2".
+        lses: (states, ...), in the base `lse_base`, "e" or "2". Real numbers, also in a list, which are converted to
+            float32, or to float64 beside float64 outs.
         layout: "bshd" when outs are (states, batch, len, heads, v_dim) while lses are (states, batch, heads, len).
         out: where to write the merged out.
         threads: as in attention.
@@ -66,9 +67,9 @@ def _merge(outs: tuple, lses: tuple, lse_base: str, layout: str, out: Any, threa
     names = ("out_a", "out_b") if pair else ("outs",)
     lse_names = ("lse_a", "lse_b") if pair else ("lses",)
     arrays = [floats(x, name) for x, name in zip(outs, names, strict=True)]
-    logs = [floats(x, name) for x, name in zip(lses, lse_names, strict=True)]
     first = arrays[0]
     code, real = CODES[first.dtype], real_type(first.dtype)
+    logs = [reals(x, name, real) for x, name in zip(lses, lse_names, strict=True)]
     axes = choice(layout, "layout", LAYOUT)
     lead = 0 if pair else 1  # the dimension that counts states
     if layout == "bshd" and first.ndim != 4 + lead:
@@ -83,12 +84,8 @@ def _merge(outs: tuple, lses: tuple, lse_base: str, layout: str, out: Any, threa
     out_shape = first.shape[lead:]
     rows = tuple(out_shape[axis] for axis in axes[:3]) if layout == "bshd" else out_shape[:-1]
     for name, array in zip(lse_names, logs, strict=True):
-        if array.dtype != real:
-            raise TypeError(f"{name} has dtype {array.dtype}, must be {real}")
         if array.shape != first.shape[:lead] + rows:
             raise ValueError(f"{name} has shape {array.shape}, must be {first.shape[:lead] + rows}")
-    if out_shape[-1] == 0:
-        raise ValueError(f"{names[0]}.shape[{first.ndim - 1}] is 0, must be at least 1")
 
     like = outs[0]
     out_array = new(out_shape, first.dtype, like) if out is None else writable(out, "out")
@@ -101,9 +98,13 @@ def _merge(outs: tuple, lses: tuple, lse_base: str, layout: str, out: Any, threa
     execution = make_exec(like, threads)
     if 0 not in rows:
         order = axes if layout == "bshd" else None
+        written = out_array
+        if out_shape[-1] == 0:  # C must have values: of one, which nobody sees
+            arrays = [np.broadcast_to(np.zeros((), first.dtype), (*first.shape[:-1], 1)) for _ in arrays]
+            written = np.empty((*out_shape[:-1], 1), first.dtype)
         arrays = [_rows(array, lead, order) for array in arrays]
-        target = _rows(out_array, 0, order)
-        if not np.may_share_memory(target, out_array):
+        target = _rows(written, 0, order)
+        if not np.may_share_memory(target, written):
             raise ValueError("out must be contiguous where it has more than 4 dimensions")
         logs = [_rows(array[..., None], lead)[..., 0] for array in logs]
         _run(arrays, logs, target, _rows(lse_array[..., None], 0)[..., 0], code, base, execution)

@@ -8,8 +8,9 @@ from collections import namedtuple
 from collections.abc import Callable, Mapping
 from ctypes import byref
 from functools import cache
+from numbers import Integral, Real
 from struct import Struct
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsFloat, TypedDict
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from . import _abi
 from ._arrays import (
     CODES,
     Shape,
+    address,
     any_mask,
     boolean,
     broadcast_strides,
@@ -27,19 +29,29 @@ from ._arrays import (
     mask,
     number,
     real_vector,
+    view,
 )
 from ._exec import make_exec
 from ._library import Immutable, check, lib, raise_for, text_of
-from ._tensors import BOOLEANS, INDICES, MASKS, REALS, Seen, as_array, make, see, wrap_tensor
+from ._tensors import BOOLEANS, INDICES, MASKS, REALS, Seen, as_array, make, numpy_type, see, wrap_tensor
 
 _F64 = CODES[np.dtype(np.float64)]
+_run = lib.mh_plan_run
 
-ALIGN = {None: _abi.ALIGN_UNSET, "top_left": _abi.ALIGN_TOP_LEFT, "bottom_right": _abi.ALIGN_BOTTOM_RIGHT}
+ALIGN = {
+    None: _abi.ALIGN_UNSET,
+    "top_left": _abi.ALIGN_TOP_LEFT,
+    "bottom_right": _abi.ALIGN_BOTTOM_RIGHT,
+    "none": _abi.ALIGN_UNSET,
+}
 LSE_BASE = {"e": _abi.LSE_NATURAL, "2": _abi.LSE_BASE2}
 _ALIBI = {"abs": _abi.ALIBI_ABS, "signed": _abi.ALIBI_SIGNED}
 _STAGE = {"raw": _abi.SCORES_RAW, "capped": _abi.SCORES_CAPPED, "biased": _abi.SCORES_BIASED}
 LAYOUT = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3)}  # axes of batch, heads, length, dim
 _WEIGHTS = {False: 0, True: _abi.OUTPUT_WEIGHTS, "mean": _abi.OUTPUT_MEAN_WEIGHTS}
+
+# Fields of mh_tensors with other names in Python.
+NAMES = {"mask": "attn_mask", "bias": "attn_bias (or a float attn_mask)"}
 
 Inputs = dict[str, Seen]  # by field of mh_tensors
 NO_INPUTS: Inputs = {}
@@ -48,12 +60,12 @@ NO_INPUTS: Inputs = {}
 class Options(NamedTuple):
     """What a call asks for besides its arrays. All values can be keys of a dict, and none can change behind it."""
 
-    scale: float | None = None
+    scale: SupportsFloat | None = None
     causal: bool = False
     align: str | None = None
     q_offset: int | None = None
     window: tuple[int, int] | None = None
-    softcap: float = 0.0
+    softcap: SupportsFloat = 0.0
     fast_exp: bool = False
     alibi_mode: str = "abs"
     layout: str = "bhsd"
@@ -64,6 +76,23 @@ class Options(NamedTuple):
     return_scores: str | None = None
 
 
+class PlanOptions(TypedDict, total=False):
+    """Those of Options that manyhead.plan takes as they are."""
+
+    scale: SupportsFloat | None
+    causal: bool
+    align: str | None
+    softcap: SupportsFloat
+    fast_exp: bool
+    alibi_mode: str
+    layout: str
+    return_lse: bool
+    lse_base: str
+    return_weights: bool | str
+    return_column_sums: bool
+    return_scores: str | None
+
+
 def real_type(dtype: np.dtype) -> np.dtype:
     """The type of lse, weights, slopes and sinks beside tensors of this type."""
     return np.dtype(np.float64 if CODES[dtype] == _F64 else np.float32)
@@ -72,11 +101,21 @@ def real_type(dtype: np.dtype) -> np.dtype:
 @cache
 def result_type(fields: tuple[str, ...]) -> Callable[..., tuple]:
     """A named tuple of what was asked for: `out, lse = ...` and `result.lse` both work."""
-    return namedtuple("Result", fields, module="manyhead")
+    names = {"__slots__": (), "__module__": "manyhead", "__reduce__": _reduce_result}
+    return type("Result", (namedtuple("Result", fields),), names)
+
+
+def _reduce_result(result: Any) -> tuple:
+    """For copies and pickles, which look for a class by its name: all of these have one name."""
+    return _make_result, (result._fields, tuple(result))
+
+
+def _make_result(fields: tuple[str, ...], values: tuple) -> tuple:
+    return result_type(fields)(*values)
 
 
 def gather(
-    dtype: np.dtype,
+    dtype: Any,
     attn_mask: Any = None,
     attn_bias: Any = None,
     key_mask: Any = None,
@@ -85,8 +124,8 @@ def gather(
     alibi_slopes: Any = None,
     sinks: Any = None,
 ) -> Inputs:
-    """The optional inputs of tensors of this type, under the names that mh_tensors has for them. Spelled out:
-    with a loop over a table a small call with a mask took 1.1 times as long."""
+    """The optional inputs of tensors of this type, NumPy's or PyTorch's, under the names that mh_tensors has for them.
+    Spelled out: with a loop over a table a small call with a mask took 1.1 times as long."""
     if (
         attn_mask is None
         and attn_bias is None
@@ -118,17 +157,63 @@ def gather(
         inputs["alibi_slopes"] = _see_reals(alibi_slopes, "alibi_slopes", dtype)
     if sinks is not None:
         inputs["sinks"] = _see_reals(sinks, "sinks", dtype)
+    if seqused_k is not None and q_offset is not None:
+        _widen(inputs)
     return inputs
 
 
-def _see_reals(x: Any, name: str, dtype: np.dtype) -> Seen:
-    real = real_type(dtype)
+def _widen(inputs: Inputs) -> None:
+    """C reads lengths and offsets of one type: beside int64 those of int32 are copied."""
+    names = "seqused_k", "q_offset"
+    if inputs[names[0]][0].dtype == inputs[names[1]][0].dtype:
+        return
+    arrays = [as_array(inputs[name][0]) for name in names]
+    if arrays[0].dtype != arrays[1].dtype:
+        for name, array in zip(names, arrays, strict=True):
+            if array.dtype == np.int32:
+                inputs[name] = see(array.astype(np.int64), name, INDICES)
+
+
+def _see_reals(x: Any, name: str, dtype: Any) -> Seen:
+    real = real_type(numpy_type(dtype))
     return see(x, name, REALS[real], lambda x, name: real_vector(x, name, real), True)
 
 
 def as_arrays(inputs: Mapping[str, Any]) -> Inputs:
     """The arrays themselves, for those who look closer."""
-    return {name: as_array(x) for name, (x, _, _) in inputs.items()}
+    return {name: as_array(x, NAMES.get(name, name)) for name, (x, _, _) in inputs.items()}
+
+
+def make_window(window: Any, left: Any, right: Any) -> tuple[int, int] | None:
+    """The window from its pair, or from its two sides, where one that is None has no bound."""
+    if left is not None or right is not None:
+        if window is not None:
+            raise ValueError("give window or window_left and window_right, not both")
+        window = -1 if left is None else left, -1 if right is None else right
+    if window is None:
+        return None
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise TypeError(f"window must be a pair (left, right), not {window!r}")
+    left, right = window
+    if type(left) is not int:
+        left = integer(left, "window_left")
+    if type(right) is not int:
+        right = integer(right, "window_right")
+    return left, right
+
+
+def split_offset(x: Any) -> tuple[int | None, Any]:
+    """q_offset as the integer of all batch entries, or as the array of each one's; None in the place of the other."""
+    ndim = getattr(x, "ndim", None)
+    if ndim:
+        return None, x
+    if isinstance(x, Integral):
+        return integer(x, "q_offset"), None
+    if isinstance(x, Real):
+        raise TypeError(f"q_offset must be an integer or an array of integers, not {type(x).__name__}")
+    if ndim == 0 and (array := view(x, "q_offset")).dtype.kind in "iu":
+        return integer(array.item(), "q_offset"), None
+    return None, x
 
 
 def place(target: Any, options: Any, inputs: Mapping[str, Any]) -> None:
@@ -143,15 +228,10 @@ def place(target: Any, options: Any, inputs: Mapping[str, Any]) -> None:
     if boolean(options.fast_exp, "fast_exp"):
         target.flags |= _abi.FLAG_FAST_EXP
     if options.window is not None:
-        if not isinstance(options.window, (tuple, list)) or len(options.window) != 2:
-            raise TypeError(f"window must be a pair (left, right), not {options.window!r}")
         target.flags |= _abi.FLAG_WINDOW
         target.window_left = integer(options.window[0], "window_left")
         target.window_right = integer(options.window[1], "window_right")
-    indices = {inputs[name].dtype for name in ("seqused_k", "q_offset") if name in inputs}
-    if len(indices) > 1:
-        raise TypeError("seqused_k and q_offset are arrays of different types: make both int32 or both int64")
-    if indices == {np.dtype(np.int64)}:
+    if any(inputs[name].dtype == np.int64 for name in ("seqused_k", "q_offset") if name in inputs):
         target.index_type = _abi.INDEX_I64
 
 
@@ -159,9 +239,9 @@ def spread(target: Any, inputs: Mapping[str, Any], scores: tuple[int, int, int, 
     """Writes the strides of the masks into an mh_problem or an mh_mha_call; checks the vectors' lengths."""
     batch, _, _, kv_len = scores
     if "mask" in inputs:
-        target.mask_strides[:] = broadcast_strides(inputs["mask"], scores, "attn_mask")
+        target.mask_strides[:] = broadcast_strides(inputs["mask"], scores, NAMES["mask"])
     if "bias" in inputs:
-        target.bias_strides[:] = broadcast_strides(inputs["bias"], scores, "attn_bias (or a float attn_mask)")
+        target.bias_strides[:] = broadcast_strides(inputs["bias"], scores, NAMES["bias"])
         target.bias_dtype = CODES[inputs["bias"].dtype]
     if "key_mask" in inputs:
         target.key_mask_strides[:] = broadcast_strides(inputs["key_mask"], (batch, kv_len), "key_mask")
@@ -186,6 +266,7 @@ class CPlan(Immutable):
 
     def __init__(self, q: Any, k: Any, v: Any, out: Any, inputs: Mapping[str, Any], options: Options) -> None:
         self.handle: int | None = None
+        self.unseen: np.ndarray | None = None
         axes = choice(options.layout, "layout", LAYOUT)
         _check_shapes(q, k, v, axes)
         batch, heads, q_len, head_dim = (q.shape[axis] for axis in axes)
@@ -219,11 +300,14 @@ class CPlan(Immutable):
         self.results = self._results(problem, options, scores)
         self.make_result = result_type(("out", *(name for name, _, _ in self.results))) if self.results else None
 
-        if heads == 0 or kv_heads == 0 or v_dim == 0:  # C takes 0 for "as many as"; nothing would be computed anyway
-            if heads and (kv_heads == 0 or self.results):
-                axis = axes[1] if kv_heads == 0 else 3
-                raise ValueError(f"{'k' if kv_heads == 0 else 'v'}.shape[{axis}] is 0, must be at least 1")
+        if heads and kv_heads == 0:
+            raise ValueError(f"k.shape[{axes[1]}] is 0, must be at least 1")
+        if heads == 0 or (v_dim == 0 and not self.results):  # there is nothing to compute
             return
+        if v_dim == 0:  # which C takes for "as many as": it gets one value for all keys, and room for what comes of it
+            self.unseen = np.empty((*scores[:3], 1), self.dtype)
+            problem.v_dim, problem.v_strides[:] = 1, [0] * 4
+            problem.out_strides[:] = element_strides(self.unseen)
         handle = ctypes.c_void_p()
         check(lib.mh_plan_create(byref(problem), byref(handle)))
         self.handle = handle.value
@@ -281,7 +365,7 @@ class CPlan(Immutable):
             begins = (*begins[:3], begin)
         tensors, extra = self.tensors(like, begins, inputs)
         if self.handle is not None:
-            status = lib.mh_plan_run(self.handle, tensors, make_exec(like, threads, workspace))
+            status = _run(self.handle, tensors, make_exec(like, threads, workspace))
             if status:
                 raise_for(status)
         return self.result(like, out, out_array, extra)  # not earlier: a library may copy what it takes over
@@ -300,14 +384,16 @@ class CPlan(Immutable):
 
     def tensors(self, like: Any, begins: tuple[int, int, int, int], inputs: Inputs) -> tuple[bytes, list[Any]]:
         """Where everything lies, as an mh_tensors, and the results besides out, whose memory is made here."""
-        words = [_TENSORS.size, *begins, *_NO_OTHERS]
+        words = [_SIZE, *begins, *_NO_OTHERS]
+        if self.unseen is not None:
+            words[_WORD["v"]], words[_WORD["out"]] = begins[1], address(self.unseen)  # the value is any number of k
         for field, seen in inputs.items():
             words[_WORD[field]] = seen[2]
         extra = []
         for _, field, shape in self.results:
             array, words[_WORD[field]] = make(shape, self.real, like)
             extra.append(array)
-        return _TENSORS.pack(*words), extra
+        return _pack(*words), extra
 
     def describe(self, json: bool) -> str:
         if self.handle is None:
@@ -319,6 +405,7 @@ class CPlan(Immutable):
 # An mh_tensors as its words, a size and pointers: half a microsecond less than a ctypes.Structure takes.
 _WORD = {name: i for i, (name, *_) in enumerate(_abi.Tensors._fields_)}
 _TENSORS = Struct(f"{len(_WORD)}N")
+_SIZE, _pack = _TENSORS.size, _TENSORS.pack
 _NO_OTHERS = (0,) * (len(_WORD) - _WORD["out"] - 1)
 
 
@@ -374,5 +461,5 @@ def plan_for(tensors: tuple, seen: tuple, inputs: Inputs, options: tuple) -> CPl
 
 
 def _make(tensors: tuple, inputs: Inputs, options: tuple) -> CPlan:
-    q, k, v, out = map(as_array, tensors)
+    q, k, v, out = map(as_array, tensors, ("q", "k", "v", "out"))
     return CPlan(q, k, v, out, as_arrays(inputs), Options(*options))

@@ -61,7 +61,10 @@ _cap: int | None = None  # as set here last
 
 def set_threads(threads: int) -> None:
     """Caps the threads of every call in the process; 0 removes the cap. Raises ValueError for a negative number."""
-    threads = operator.index(threads)
+    try:
+        threads = operator.index(threads)
+    except TypeError:
+        raise TypeError(f"threads must be an integer, not {type(threads).__name__}") from None
     if not -(2**31) <= threads < 2**31:
         raise ValueError(f"threads is {threads}, must fit 32 bits")
     check(lib.mh_set_threads(threads))

@@ -26,8 +26,8 @@ class _NoTensor:
 _ndarray = np.ndarray
 _NOTHING: Seen = None, (), 0
 _Tensor: Any = _NoTensor
-_layout: Any = None  # of tensors with strides
 _types: dict[Any, np.dtype] = {}  # PyTorch's that manyhead computes with -> NumPy's
+_grad_enabled: Any = None  # whether PyTorch records what is done to its tensors
 _like: Any = None  # maker of a tensor like another one
 _empty: dict[int | None, Any] = {}  # mh_dtype -> maker of an uninitialised tensor in host memory
 
@@ -95,13 +95,14 @@ def facts(x: Any) -> tuple:
     return x.shape, x.stride() if type(x) is _Tensor else x.strides, x.dtype
 
 
-def as_array(x: Any) -> Any:
+def as_array(x: Any, name: str = "") -> Any:
     """For those who look closer: a NumPy array on the memory of a tensor; what is no tensor as it is."""
-    return view(x, "") if type(x) is _Tensor else x
+    return view(x, name) if type(x) is _Tensor else x
 
 
-def numpy_type(x: Any) -> np.dtype:
-    return _types[x.dtype] if type(x) is _Tensor else x.dtype
+def numpy_type(dtype: Any) -> np.dtype:
+    """NumPy's name of a type that manyhead computes with, which may be PyTorch's."""
+    return _types.get(dtype, dtype)
 
 
 def make(shape: tuple[int, ...], dtype: np.dtype, like: Any) -> tuple[Any, int]:
@@ -125,21 +126,21 @@ def _see_plain(x: Any, item: int | None) -> Seen | None:
         if (
             item is not None
             and x.is_cpu
-            and not x.requires_grad
-            and x.layout is _layout
+            and (not x.requires_grad or not _grad_enabled())
             and not x.is_neg()  # the negative of what lies in its memory
-            and (begin := x.data_ptr())  # 0 for empty ones and those without memory
+            and (begin := x.data_ptr())  # 0 for empty ones
             and not begin & item
+            and x.untyped_storage().nbytes()  # 0 where it was freed
         ):
             return x, (x.shape, x.stride(), x.dtype), begin
-    except RuntimeError:  # a nested one has no shape, one within torch.vmap no memory
+    except RuntimeError:  # a nested one has no shape, a sparse one and one within torch.vmap no memory of its own
         pass
     return None
 
 
 def _meet(kind: type) -> None:
     """Looks at PyTorch when the first of its tensors is there. Never imports it."""
-    global _Tensor, _layout, _like
+    global _Tensor, _like, _grad_enabled
     torch = sys.modules.get("torch")
     if kind is _Tensor or torch is None or kind is not getattr(torch, "Tensor", None):
         return
@@ -157,5 +158,5 @@ def _meet(kind: type) -> None:
         _types[theirs] = dtype
         _empty[CODES[dtype]] = lambda shape, dtype=theirs, make=torch.empty: make(shape, dtype=dtype, device=cpu)
     _like = partial(torch.empty_like, memory_format=torch.contiguous_format)
-    _layout = torch.strided
+    _grad_enabled = torch.is_grad_enabled
     _Tensor = kind  # last, as other threads may be looking

@@ -75,6 +75,8 @@ class SafeTensors(Mapping[str, np.ndarray]):
             self._file = package.safe_open(path, "numpy")
         except package.SafetensorError as error:
             raise ValueError(f"{path} cannot be read: {error}") from None
+        except OSError as error:
+            raise error if str(path) in str(error) else type(error)(f"{path} cannot be read: {error}") from None
         self._path, self._names = path, self._file.keys()
 
     def __getitem__(self, name: str) -> np.ndarray:

@@ -21,12 +21,13 @@ TYPES = {
 
 
 class Tensor:
-    is_cpu, layout = True, "strided"
+    is_cpu, device = True, "cpu"
 
     def __init__(self, array: np.ndarray, dtype: str = "", **facts: Any) -> None:
         self.array, self.dtype = array, TYPES[dtype or array.dtype.name]
         self.requires_grad = facts.pop("requires_grad", False)
         self.negative = facts.pop("negative", False)
+        self.bytes_left = facts.pop("bytes_left", 2**40)
         self.seen_by_numpy = 0
         for name, value in facts.items():
             setattr(self, name, value)
@@ -47,6 +48,15 @@ class Tensor:
 
     def data_ptr(self) -> int:
         return self.array.__array_interface__["data"][0] if self.array.size else 0
+
+    def storage_offset(self) -> int:
+        return 0
+
+    def untyped_storage(self) -> Any:
+        return SimpleNamespace(nbytes=lambda: self.bytes_left)
+
+    def detach(self) -> Tensor:
+        return Tensor(self.array, self.dtype.name)
 
     def is_neg(self) -> bool:
         return self.negative
@@ -80,7 +90,7 @@ def module(openmp: bool = False) -> Any:
         empty_like=empty_like,
         contiguous_format="contiguous",
         device=str,
-        strided="strided",
+        is_grad_enabled=lambda: True,
         backends=SimpleNamespace(openmp=SimpleNamespace(is_available=lambda: openmp)),
         **TYPES,
     )

@@ -289,8 +289,19 @@ def test_torch_errors():
         manyhead.attention(q, torch.zeros(1, 1, 2, 4, requires_grad=True), q)
     with pytest.raises(TypeError, match="v is on device meta"):
         manyhead.attention(q, q, torch.zeros(1, 1, 2, 4, device="meta"))
-    with pytest.raises(TypeError, match="q: "):
-        manyhead.attention(torch.zeros(1, 1, 2, 4).to_sparse(), q, q)
+    for apart in (q.to_sparse(), q.to_mkldnn(), torch.nested.nested_tensor([q[0], q[0]])):
+        for _ in range(2):
+            with pytest.raises(TypeError, match="q: "):
+                manyhead.attention(apart, q, q)
+    for x in (torch.zeros(1, 1, 2, 4), torch.zeros(1, 3, 2, 4)[:, 2:], torch.zeros(1, 1, 2, 4, dtype=torch.bfloat16)):
+        x.untyped_storage().resize_(0)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="k has a storage of 0 bytes, its shape needs"):
+                manyhead.attention(q.to(x.dtype), x, q.to(x.dtype))
+    x = torch.zeros(1, 1, 3, 4)
+    x.untyped_storage().resize_(40)
+    with pytest.raises(ValueError, match="v has a storage of 40 bytes, its shape needs 48"):
+        manyhead.attention(q, torch.zeros(1, 1, 3, 4), x)
     with pytest.raises(TypeError, match="dtype int64"):
         manyhead.attention(q.long(), q, q)
 
@@ -300,8 +311,8 @@ def fake(monkeypatch):
     """A PyTorch of which no tensor has been seen."""
     monkeypatch.setitem(sys.modules, "torch", fake_torch.module())
     monkeypatch.setattr(_tensors, "_Tensor", _tensors._NoTensor)
-    monkeypatch.setattr(_tensors, "_layout", None)
     monkeypatch.setattr(_tensors, "_like", None)
+    monkeypatch.setattr(_tensors, "_grad_enabled", None)
     for name in ("_types", "_empty"):
         monkeypatch.setattr(_tensors, name, {})
     monkeypatch.setattr(_exec, "_runtimes", dict(_exec._runtimes))
@@ -360,7 +371,7 @@ def test_masks_as_they_are(fake, name, dtype):
     for y in (x, fake.Tensor(apart, dtype)):
         np.testing.assert_array_equal(plan.run(q, k, v, **{name: y}), expected)
     np.testing.assert_array_equal(plan.bind(q, k, v, **{name: x})(), expected)
-    with pytest.raises(ValueError, match="(mask|bias) has strides"):
+    with pytest.raises(ValueError, match="attn_(mask|bias.*) has strides"):
         plan.run(q, k, v, **{name: fake.Tensor(bits, dtype)})
     with pytest.raises(ValueError, match="attn_bias .*has shape|attn_mask has shape"):
         manyhead.attention(*map(fake.Tensor, (q, k, v)), **{name: fake.Tensor(bits[..., :4], dtype)})
@@ -378,7 +389,7 @@ def test_vectors_as_they_are(fake, name, seen_as):
         "alibi_slopes": (np.arange(8, dtype=np.float32).reshape(2, 4) / 8, "float64"),
         "sinks": (np.arange(4, dtype=np.float32), "float16"),
     }[name]
-    options = {"causal": True, "align": None if name == "q_offset" else "top_left"}
+    options = {"causal": True, "align": "top_left"}
     expected = manyhead.attention(q, k, v, **{name: given}, **options)
     assert not np.array_equal(manyhead.attention(q, k, v, causal=True, align="top_left"), expected)
     if seen_as == "of another type":
@@ -403,7 +414,7 @@ def test_numbers_without_a_dimension(fake, name):
     """They are vectors of one, whatever their type."""
     q, k, v = tensors(1, 1, 5, 8)
     number = np.array(2, np.int64 if name in ("seqused_k", "q_offset") else np.float32)
-    options = {"causal": True, "align": None if name == "q_offset" else "top_left"}
+    options = {"causal": True, "align": "top_left"}
     expected = manyhead.attention(q, k, v, **{name: number.reshape(1)}, **options)
     for given in (number, number.astype(np.int16), fake.Tensor(number), fake.Tensor(number), fake.Tensor(number)):
         np.testing.assert_array_equal(manyhead.attention(q, k, v, **{name: given}, **options), expected)
@@ -425,13 +436,26 @@ def test_tensors_that_numpy_must_see(fake):
         for wrong, said in (
             (fake.Tensor(q, requires_grad=True), "requires a gradient"),
             (fake.Tensor(q, is_cpu=False, device="meta"), "is on device meta"),
+            (fake.Tensor(q, bytes_left=0), "has a storage of 0 bytes, its shape needs 192"),
             (fake.Tensor(q, negative=True), "negative bit set"),
             (fake.Tensor(q.astype(np.int64)), "has dtype int64"),
         ):
-            with pytest.raises(TypeError, match="q " + said if said != "negative bit set" else "q: " + said):
+            exception = ValueError if "storage" in said else TypeError
+            with pytest.raises(exception, match="q " + said if said != "negative bit set" else "q: " + said):
                 manyhead.attention(wrong, fake.Tensor(k), fake.Tensor(v))
-            with pytest.raises(TypeError, match="out:? " + said):
+            with pytest.raises(exception, match="out:? " + said):
                 manyhead.attention(*map(fake.Tensor, (q, k, v)), out=wrong)
+
+
+def test_gradients_that_nobody_asks_for(fake, monkeypatch):
+    q, k, v = tensors(1, 2, 3, 8)
+    expected = manyhead.attention(q, k, v)
+    wanted = [fake.Tensor(x, requires_grad=True) for x in (q, k, v)]
+    manyhead.attention(*map(fake.Tensor, (q, k, v)))
+    monkeypatch.setattr(_tensors, "_grad_enabled", lambda: False)
+    fake.is_grad_enabled = lambda: False
+    for _ in range(2):
+        np.testing.assert_array_equal(manyhead.attention(*wanted).array, expected)
 
 
 def test_torch_is_not_imported():
@@ -439,6 +463,39 @@ def test_torch_is_not_imported():
         pytest.skip("another test has imported torch")
     manyhead.attention(*tensors(1, 1, 2, 4))
     assert "torch" not in sys.modules and "jax" not in sys.modules
+
+
+def test_parameters_of_torch():
+    torch = pytest.importorskip("torch")
+    q = torch.randn(1, 1, 2, 4)
+    expected = manyhead.attention(q, q, q)
+    parameter, wanted = torch.nn.Parameter(q), q.clone().requires_grad_()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            for x in (parameter, wanted, wanted):
+                result = manyhead.attention(x, x, x)
+                assert torch.equal(result, expected) and not result.requires_grad
+    with pytest.raises(TypeError, match="q requires a gradient"):
+        manyhead.attention(wanted, q, q)
+    module = torch.nn.MultiheadAttention(8, 2)
+    layer = manyhead.MultiHeadAttention.from_state_dict(dict(module.named_parameters()), num_heads=2)
+    x = torch.randn(1, 5, 8)
+    again = manyhead.MultiHeadAttention.from_state_dict(module.state_dict(), num_heads=2)
+    assert torch.equal(layer(x), again(x))
+
+
+def test_jax_arrays_without_data():
+    jax = pytest.importorskip("jax")
+    x = jax.numpy.ones((1, 2, 3, 4))
+    for trace in (jax.jit, jax.vmap, lambda f: jax.grad(lambda x: f(x).sum())):
+        with pytest.raises(TypeError, match="q is traced .*: use jax.pure_callback"):
+            trace(lambda x: manyhead.attention(x, x, x))(x[None])
+    with pytest.raises(TypeError, match="scale is traced"):
+        jax.jit(lambda scale: manyhead.attention(x, x, x, scale=scale))(0.5)
+    gone = jax.numpy.zeros((1, 2, 3, 4))
+    gone.delete()
+    with pytest.raises(ValueError, match="k was deleted"):
+        manyhead.attention(x, gone, x)
 
 
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 
 import manyhead
+import ml_dtypes
 import numpy as np
 import problems
 import pytest
@@ -147,10 +150,29 @@ def test_no_heads_and_no_values_give_empty_results():
     assert result.out.shape == (2, 0, 3, 4) and result.lse.shape == (2, 0, 3) and result.weights.shape == (2, 0, 3, 3)
     q, k, _ = tensors(2, 2, 3, 4)
     assert manyhead.attention(q, k, np.zeros((2, 2, 3, 0), np.float32)).shape == (2, 2, 3, 0)
-    with pytest.raises(ValueError, match=r"v\.shape\[3\] is 0"):
-        manyhead.attention(q, k, np.zeros((2, 2, 3, 0), np.float32), return_lse=True)
     with pytest.raises(ValueError, match=r"k\.shape\[1\] is 0"):
         manyhead.attention(q, k[:, :0], k[:, :0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [{}, {"q_len": 1, "kv_len": 300}, {"q_len": 40, "kv_len": 0}, {"batch": 0}])
+def test_what_is_not_of_values_is_there_without_values(sizes, dtype):
+    rng = np.random.default_rng(5)
+    q, k, v = random_tensors(rng, dtype, **({"batch": 2, "group": 2, "q_len": 20, "kv_len": 33} | sizes))
+    options = {"return_lse": True, "return_column_sums": True, "causal": True, "align": "bottom_right"}
+    for more in ({}, {"return_weights": "mean"}, {"return_weights": True, "return_scores": "biased"}):
+        expected = manyhead.attention(q, k, v, **options, **more)
+        none = v[..., :0]
+        plan = manyhead.plan(q, k, none, **options, **more)
+        for result in (
+            manyhead.attention(q, k, none, **options, **more),
+            manyhead.attention(q, k, none, out=expected.out[..., :0], **options, **more),
+            plan.run(q, k, none),
+            plan.bind(q, k, none)(),
+        ):
+            assert result.out.shape == (*q.shape[:3], 0) and result.out.dtype == q.dtype
+            for name in result._fields[1:]:
+                close(getattr(result, name), getattr(expected, name), dtype, name)
 
 
 def test_huge_scores_are_an_exact_arg_max():
@@ -221,6 +243,21 @@ def test_results_come_in_the_order_of_the_documentation():
     assert isinstance(manyhead.attention(q, k, v), np.ndarray)
 
 
+def test_results_are_copied_and_pickled():
+    q, k, v = tensors(1, 2, 5, 4)
+    out, lse = manyhead.attention(q, k, v, return_lse=True)
+    layer = manyhead.MultiHeadAttention(q[0, 0, :4], q[0, 0, :4], q[0, 0, :4], num_heads=2)
+    for result in (
+        manyhead.attention(q, k, v, return_lse=True, return_scores="raw"),
+        manyhead.merge_states(out[None], lse[None]),
+        layer(q[0], need_weights=True),
+    ):
+        for other in (pickle.loads(pickle.dumps(result)), copy.copy(result), copy.deepcopy(result)):
+            assert type(other) is type(result)
+            for name in result._fields:
+                np.testing.assert_array_equal(getattr(other, name), getattr(result, name))
+
+
 def test_mean_weights_and_base_two():
     q, k, v = tensors(2, 3, 5, 8)
     expected = reference.attention(q, k, v)
@@ -287,8 +324,52 @@ def test_an_offset_takes_the_place_of_the_alignment():
     q, k, v = tensors(1, 1, 4, 8)
     expected = manyhead.attention(q[:, :, 2:], k, v, causal=True, align="bottom_right")
     for offset in (2, np.int32(2), [2], np.array([2])):
-        result = manyhead.attention(q[:, :, 2:], k, v, causal=True, align="top_left", q_offset=offset)
-        np.testing.assert_array_equal(result, expected)
+        for align in (None, "none", "top_left"):
+            result = manyhead.attention(q[:, :, 2:], k, v, causal=True, align=align, q_offset=offset)
+            np.testing.assert_array_equal(result, expected)
+    np.testing.assert_array_equal(manyhead.attention(q, k, v, align="none"), manyhead.attention(q, k, v))
+
+
+def test_offsets_and_lengths_of_two_integer_types():
+    q, k, v = tensors(2, 1, 4, 8)
+    expected = manyhead.attention(q, k, v, causal=True, q_offset=[0, 2], seqused_k=[4, 3])
+    plan = manyhead.plan(q, k, v, causal=True, q_offset=(2,), seqused_k=(2,))
+    layer = manyhead.MultiHeadAttention(*[np.eye(8, dtype=np.float32)] * 3, num_heads=1)
+    for kinds in (("i4", "i8"), ("i8", "i4"), ("i2", "i4"), ("u4", "i4")):
+        offsets, used = np.array([0, 2], kinds[0]), np.array([4, 3], kinds[1])
+        np.testing.assert_array_equal(
+            manyhead.attention(q, k, v, causal=True, q_offset=offsets, seqused_k=used), expected
+        )
+        np.testing.assert_array_equal(plan.run(q, k, v, q_offset=offsets, seqused_k=used), expected)
+        result = layer(q[:, 0], k[:, 0], v[:, 0], causal=True, q_offset=offsets, seqused_k=used)
+        close(result, expected[:, 0], "f32")
+
+
+def test_arrays_without_a_dimension_are_numbers():
+    q, k, v = tensors(2, 1, 4, 8)
+    options = {"scale": 0.5, "softcap": 2.0, "causal": True, "q_offset": 1}
+    expected = manyhead.attention(q, k, v, **options)
+    for kinds in (("f4", "i4"), ("f8", "i8"), ("f2", "u1"), (ml_dtypes.bfloat16, "i2")):
+        given = {name: np.array(x, kinds[isinstance(x, int)]) for name, x in options.items() if name != "causal"}
+        np.testing.assert_array_equal(manyhead.attention(q, k, v, causal=True, **given), expected)
+        np.testing.assert_array_equal(manyhead.plan(q, k, v, causal=True, **given).run(q, k, v), expected)
+    scale = np.array(0.5)
+    before = manyhead.attention(q, k, v, scale=scale)
+    scale[...] = 0.25
+    np.testing.assert_array_equal(manyhead.attention(q, k, v, scale=scale), manyhead.attention(q, k, v, scale=0.25))
+    assert not np.array_equal(before, manyhead.attention(q, k, v, scale=scale))
+
+
+@pytest.mark.parametrize("package", ["torch", "jax"])
+def test_numbers_of_other_libraries(package):
+    library = pytest.importorskip(package)
+    number = library.tensor if package == "torch" else library.numpy.array
+    q, k, v = tensors(2, 1, 4, 8)
+    for _ in range(2):
+        np.testing.assert_array_equal(
+            manyhead.attention(q, k, v, causal=True, scale=number(0.5), softcap=number(2.0), q_offset=number(1)),
+            manyhead.attention(q, k, v, causal=True, scale=0.5, softcap=2.0, q_offset=1),
+        )
 
 
 def test_the_result_is_written_to_out():

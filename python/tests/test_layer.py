@@ -336,6 +336,13 @@ def test_files_that_are_not_safetensors(tmp_path, data):
         manyhead.MultiHeadAttention.from_safetensors(path, "", 1)
 
 
+def test_paths_that_are_no_files(tmp_path):
+    pytest.importorskip("safetensors")
+    for path, exception in ((tmp_path, OSError), (tmp_path / "none", FileNotFoundError)):
+        with pytest.raises(exception, match=str(path)):
+            manyhead.MultiHeadAttention.from_safetensors(path, "", 1)
+
+
 @pytest.mark.parametrize("package", ["safetensors", "ml_dtypes"])
 def test_packages_that_safetensors_need_are_named(tmp_path, monkeypatch, package):
     save_file = pytest.importorskip("safetensors.numpy").save_file
@@ -444,7 +451,7 @@ X = tokens(2, 3, 12)
     ({"w_q": None}, TypeError, "w_q is missing"),
     ({"num_heads": 5, "num_kv_heads": 5}, ValueError, "w_q has 12 outputs, which 5 heads cannot share"),
     ({"num_heads": 3, "num_kv_heads": 2}, ValueError, "num_kv_heads is 2, must be at least 1 and divide num_heads = 3"),
-    ({"num_heads": 0, "num_kv_heads": None}, ValueError, "num_kv_heads is 0"),
+    ({"num_heads": 0, "num_kv_heads": None}, ValueError, "num_heads is 0, must be at least 1"),
     ({"num_heads": 3.0}, TypeError, "num_heads must be an integer"),
     ({"num_heads": 2**64, "num_kv_heads": None}, ValueError, "num_heads is 18446744073709551616"),
     ({"w_k": tokens(15, 12)}, ValueError, "w_k has head_dim 5, must be that of w_q: 4"),
@@ -494,6 +501,7 @@ def test_bad_in_proj():
     ((X,), {"softcap": -1}, ValueError, "softcap"),
     ((X,), {"need_weights": "yes"}, TypeError, "need_weights must be True or False"),
     ((X,), {"average_weights": "yes"}, TypeError, "average_weights must be True or False"),
+    ((X,), {"window": (1.0, 0)}, TypeError, "window_left must be an integer"),
     ((X,), {"out": np.zeros((2, 3, 11), F32)}, ValueError, r"out has shape \(2, 3, 11\), must be \(2, 3, 12\)"),
     ((X,), {"out": np.zeros((2, 3, 12))}, TypeError, "out has dtype float64"),
     ((X,), {"out": X}, ValueError, "out"),

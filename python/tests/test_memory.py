@@ -105,6 +105,26 @@ def test_keys_past_the_used_ones_are_not_looked_at(dtype):
     np.testing.assert_array_equal(manyhead.attention(q, k, v, seqused_k=used), expected)
 
 
+def test_first_calls_while_python_shuts_down():
+    code = """
+import builtins, numpy as np, manyhead as mh
+q, w = np.ones((1, 2, 3, 8), "f4"), np.ones((1, 8), "f4")
+class Last:
+    def __init__(self, call): self.call = call
+    def __del__(self, print=print): print(self.call())
+builtins.kept = [Last(lambda call=call: call() is not None) for call in (
+    lambda: mh.attention(q, q, q, return_lse=True, sinks=[1, 2], seqused_k=[3]),
+    lambda: mh.attention(q.astype("f2"), q.astype("f2"), q.astype("f2"), attn_mask=np.ones((3, 3), bool)),
+    lambda: mh.attention(q.astype(">f4"), q, q),
+    lambda: mh.merge_state(q, q[..., 0].astype("f8"), q, q[..., 0]),
+    lambda: mh.MultiHeadAttention(w, w, w, num_heads=1)(q[0]),
+    lambda: mh.attention(q, q, q),
+)]
+"""
+    result = run_python(code)
+    assert result.stdout.split() == ["True"] * 6, result.stderr
+
+
 def test_calls_keep_no_reference():
     class Tensor(np.ndarray):  # plain arrays cannot be referred to weakly
         pass

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
+from typing import get_args, get_type_hints
 
 import manyhead
 import numpy as np
@@ -108,11 +110,11 @@ def test_arrays_that_differ_from_the_plan(change, text):
 def test_inputs_that_differ_from_the_plan():
     q, k, v = arrays()
     plan = manyhead.plan(*SHAPES, attn_mask=(3, 5))
-    with pytest.raises(ValueError, match=r"made for the inputs \['mask'\], not \[\]"):
+    with pytest.raises(ValueError, match=r"made for the inputs \['attn_mask'\], not \[\]"):
         plan.run(q, k, v)
-    with pytest.raises(ValueError, match="made for the inputs"):
+    with pytest.raises(ValueError, match=r"made for .* not \['attn_bias \(or a float attn_mask\)'\]"):
         plan.run(q, k, v, attn_mask=np.ones((3, 5), np.float32))
-    with pytest.raises(ValueError, match="mask has shape"):
+    with pytest.raises(ValueError, match="attn_mask has shape"):
         plan.run(q, k, v, attn_mask=np.ones((1, 5), bool))
     plan.run(q, k, v, attn_mask=np.ones((3, 5), np.uint8))  # uint8 and bool are the same memory
     plan = manyhead.plan(*SHAPES, seqused_k=(2,))
@@ -128,7 +130,17 @@ def test_strides_of_dimensions_of_size_one_say_nothing():
     np.testing.assert_array_equal(plan.run(odd, q, q), q)
 
 
+def test_type_checkers_know_the_options_of_a_plan():
+    hints = get_type_hints(manyhead.plan)
+    known = hints.keys() | get_args(hints["options"])[0].__annotations__.keys()
+    of_attention = inspect.signature(manyhead.attention).parameters.keys()
+    assert known - {"dtype", "options", "return"} == of_attention - {"threads", "workspace"}
+
+
 def test_mistakes_in_making_a_plan():
+    for name in ("q", "k", "v", "out"):
+        with pytest.raises(TypeError, match=f"{name} is a list, must be an array or, as a shape, a tuple"):
+            manyhead.plan(**dict(zip("qkv", SHAPES, strict=True)) | {name: [2, 2, 3, 8]})
     with pytest.raises(TypeError, match="unexpected option 'dropout'"):
         manyhead.plan(*SHAPES, dropout=1)
     for dtype in (np.int32, "bfloat17", object):

@@ -62,7 +62,7 @@ def test_threads(restored):
     manyhead.set_threads(3)
     assert manyhead.threads() == 3
     for wrong, exception in ((-1, ValueError), (2**40, ValueError), (1.5, TypeError)):
-        with pytest.raises(exception):
+        with pytest.raises(exception, match="threads "):
             manyhead.set_threads(wrong)
     assert manyhead.threads() == 3
     q = np.zeros((1, 64, 64, 64), np.float32)
