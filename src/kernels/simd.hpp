@@ -19,8 +19,10 @@
 #include "neon_direct.hpp"
 #endif
 
+#ifndef MH_INLINE  // emulated vectors have their own (meson.build)
 #define MH_INLINE __attribute__((always_inline)) inline
 #define MH_INLINE_LAMBDA __attribute__((always_inline))
+#endif
 
 namespace manyhead::MH_ISA {
 namespace {
