@@ -93,6 +93,7 @@ kernel_call make_call(const plan& plan, const problem& p) {
   c.causal = p.causal;
   c.align = p.align;
   c.q_offset = p.q_offset;
+  c.may_lie_far = (p.has_input(MH_INPUT_BIAS) || p.has_input(MH_INPUT_ALIBI)) && !p.has_input(MH_INPUT_SINKS);
   c.window_left = p.window_left;
   c.window_right = p.window_right;
   c.index_type = p.index_type;

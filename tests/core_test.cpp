@@ -342,6 +342,51 @@ TEST_CASE("a request has the same bits alone and in a batch") {
   }
 }
 
+// Softmax does not change where all scores of a row grow by the same. In f32 -1e4 takes 1e-3 of a score, -1e9 all.
+TEST_CASE("a bias that all keys of a row have counts in the lse alone") {
+  for (const kernel_table* table : tables()) {
+    for (const char* text :
+         {"f32 b1 h2 q1 kv90 d64 bias lse", "f32 b1 h4/2 q2 kv2100 d40 bias lse",
+          "f32 b1 h2 q9 kv130 d64 softcap=4 bias lse", "f32 b1 h2 q40 kv130 d64 bias lse",
+          "f32 b1 h4/2 q90 kv300 d32 causal align=br mask bias=bf16 lse weights", "bf16 b1 h4/2 q2 kv300 d64 bias lse",
+          "bf16 b1 h2 q90 kv300 d64 bias lse weights", "f16 b1 h2 q70 kv300 d64 bias lse"}) {
+      for (const double c : {-1e4, -1e9, 3e5}) {
+        INFO(std::string(text));
+        INFO(std::string(table->isa));
+        INFO(c);
+        test_case far(parse_problem(text)), usual(parse_problem(text));
+        far.bias.each([&](const index4& at) { far.bias.set(at, at[2] % 2 == 0 ? c : 0); });
+        usual.bias.each([&](const index4& at) { usual.bias.set(at, 0); });
+        const double shift = far.bias.get({0, 0, 0, 0});  // c as its type has it
+        const plan plan = make_plan(far.p, *table, l2);
+        run(plan, far.t, exec_of(0));
+        run(plan, usual.t, exec_of(0));
+        const double rounding =
+            std::map<int32_t, double>{{MH_DTYPE_F32, 2e-5}, {MH_DTYPE_F16, 2e-3}, {MH_DTYPE_BF16, 1.6e-2}}.at(
+                far.p.dtype);
+        double error = 0;
+        bool same = true;
+        const auto compare = [&](const tensor& x, const tensor& y, double added, double of) {
+          if (x.base == nullptr) return;
+          x.each([&](const index4& at) {
+            const double want = y.get(at);
+            if (at[2] % 2 == 0 && std::isfinite(want)) {
+              error = std::max(error, std::fabs(x.get(at) - added - want) / (of + std::fabs(added) * 1e-7));
+            } else {
+              same = same && std::memcmp(x.place(at), y.place(at), tensor::size_of(x.type)) == 0;
+            }
+          });
+        };
+        compare(far.out, usual.out, 0, rounding);
+        compare(far.lse, usual.lse, shift, rounding);
+        compare(far.weights, usual.weights, 0, rounding);
+        CHECK(error < 1);
+        CHECK(same);
+      }
+    }
+  }
+}
+
 TEST_CASE("keys that are not in use are not looked at") {
   constexpr int64_t used = 13;
   for (const kernel_table* table : tables()) {

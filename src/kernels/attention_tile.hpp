@@ -84,7 +84,7 @@ struct tile_task {
     const by_rows<T> k = tile.k.from(t.begin - tile.begin);
     ask_for(c.bias, c.bias_strides, bias_bytes(c), x, t.begin, t.end);
     const visibility see = scores_of<T, NV>(c, at, x, t, k, scratch, &ahead, uneven ? &steps : nullptr);
-    if (keeps_scores(c)) keep_panel<T>(c, task, t, see, scratch.scores, x.width());
+    if (keeps_scores(c, scratch.shifts)) keep_panel<T>(c, task, t, see, scratch.scores, x.width());
     if (see == visibility::none) return;
     const softmax_rows<T, NV> rows{x.row_max, x.row_sum, x.out, c.v_dim};
     const T exp_scale = static_cast<T>(c.exp_scale);
@@ -168,14 +168,20 @@ struct tile_task {
     }
   }
 
-  // Without what a row may not attend, and once more with smaller weights for rows whose sums ran over the largest number even
+  // Without what a row may not attend, rows far from 0 brought near it (far.hpp), and once more with smaller weights for rows whose sums ran over the largest number even
   // so. The other rows' bits stay, and so does a result that really is not finite.
   __attribute__((noinline)) void attend_with_care(int64_t i) {
     panel<T>& x = p[i];
-    for (int64_t l = 0; l < x.width(); ++l) scratch.care[l] = T(1);
+    const uint64_t far = far_rows_of(c, x);
+    scratch.shifts = far != 0;
+    for (int64_t l = 0; l < x.width(); ++l) {
+      scratch.care[l] = T(1);
+      scratch.shift[l] = (far >> l & 1U) != 0 ? x.row_max[l] : T(0);
+    }
     attend_all(i, i + 1, true);
     if (lower_weights<T>(x, c.v_dim, c.kv_len, scratch.care)) attend_all(i, i + 1, true);
     finish_panel<D>(c, task, kv_head, x, scratch.care);
+    scratch.shifts = false;
   }
 
   void run() {
@@ -185,7 +191,7 @@ struct tile_task {
       const bool finite =
           results[i] == written::not_yet ? finish_panel<D>(c, task, kv_head, p[i]) : results[i] == written::finite;
       lap(task.clock, phase_store);
-      if (finite) continue;
+      if (finite && far_rows_of(c, p[i]) == 0) continue;
       attend_with_care(i);
       lap(task.clock, phase_store);
     }

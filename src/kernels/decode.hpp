@@ -30,9 +30,9 @@ struct decode_task : step_weights<D> {
       base::has_tiles, base::has_unit, base::heads, base::in_order, base::in_place, base::is_usual, base::k_dim,
       base::keys_at_once, base::kv_head, base::leaves_out, base::many_registers, base::most_rows,
       base::most_rows_of_pairs, base::no_gaps, base::on_unit, base::out, base::padded_rows, base::place_of,
-      base::place_of_pair, base::places, base::q_row, base::q_rows, base::row_max, base::row_sums, base::row_totals,
-      base::rows, base::scores, base::started, base::task, base::unit, base::v_back, base::v_dim, base::v_pairs,
-      base::w, base::widens, base::width, base::zeros;
+      base::place_of_pair, base::places, base::products, base::q_row, base::q_rows, base::row_max, base::row_sums,
+      base::row_totals, base::rows, base::scores, base::shift, base::shifts, base::started, base::task, base::unit,
+      base::v_back, base::v_dim, base::v_pairs, base::w, base::widens, base::width, base::zeros;
   using typename base::T;
 
   static constexpr bool may_ask_own = many_registers && !widens;
@@ -43,6 +43,7 @@ struct decode_task : step_weights<D> {
   bits<T>* words;                         // [heads][width / word_keys + 1][whole vectors of rows]
   bool is_finite[most_rows_at_once];      // of a head: its results are
   uint32_t left_rows[most_rows_at_once];  // of a head: those that attend what was left out, a bit each
+  T shifts_of_rows[most_rows_at_once];    // [heads][rows]: maxima of rows that lie far from 0 (far.hpp), of others 0
   uint32_t wanted = ~0U;                  // rows of a head whose results count, the same
   int64_t k_turn, v_turn;                 // keys of a turn, where heads take turns
 
@@ -206,13 +207,34 @@ struct decode_task : step_weights<D> {
   // What else is done to scores s of head h before the softmax takes them.
   MH_INLINE void change_scores(int64_t h, const key_tile& tile, visibility see, T* s) {
     const int64_t padded = round_up<w>(tile.keys());
+    if (shifts) memcpy(products, s, static_cast<size_t>(rows * width) * sizeof(T));
     if (has_score_passes(c)) change_scores_of(kv_head + h, tile, s, padded);
     if (see == visibility::some) visibility_pass_rows<T>(words_of(h), round_up<w>(rows), rows, padded, width, s);
+    if (shifts) bring_rows_near({task.batch, kv_head + h, task.row_begin, rows, tile.begin, tile.end}, s);
+  }
+  __attribute__((noinline)) void bring_rows_near(const tile_at& t, T* s) const {
+    row_of of(c, t.row);
+    for (int64_t r = 0; r < t.count; ++r, of.step(c)) {
+      if (shift[r] != 0) {
+        bring_near<T>(c, at, t, of, static_cast<double>(shift[r]), products + r * width, s + r * width, 1);
+      }
+    }
+  }
+  // Rows of head h that lie far from 0, a bit each.
+  MH_INLINE uint32_t find_far_rows(int64_t h) {
+    uint32_t which = 0;
+    if (!may_lie_far<T>(c)) return which;
+    for (int64_t i = 0; i < rows; ++i) {
+      const T top = started[h] ? row_max[h * padded_rows + i] : T(0);
+      which |= static_cast<uint32_t>(lies_far(top)) << i;
+      shifts_of_rows[h * rows + i] = lies_far(top) ? top : T(0);
+    }
+    return which;
   }
 
   // What change_scores left of head h, and of all heads.
   MH_INLINE void keep_head(int64_t h, const key_tile& tile, const T* s) const {
-    if (!keeps_scores(c)) return;
+    if (!keeps_scores(c, shifts)) return;
     for (int64_t r = 0; r < rows;) {
       if ((wanted >> r & 1U) == 0) {
         ++r;
@@ -225,7 +247,7 @@ struct decode_task : step_weights<D> {
     }
   }
   MH_INLINE void keep_heads(const key_tile& tile) const {
-    if (!keeps_scores(c)) return;
+    if (!keeps_scores(c, shifts)) return;
     for (int64_t h = 0; h < heads; ++h) keep_head(h, tile, scores + h * padded_rows * width);
   }
 
@@ -312,7 +334,8 @@ struct decode_task : step_weights<D> {
     const T sum = xsimd::reduce_add(load(row_sums + r * w));
     if (ends_count(c)) {
       const T total = on_unit ? xsimd::reduce_add(load(row_totals + r * w)) : sum;
-      const row_end e = finish_row<T>(row_max[r], total, c.exp_scale, sink_of<T>(c, head, task.chunk));
+      row_end e = finish_row<T>(row_max[r], total, c.exp_scale, sink_of<T>(c, head, task.chunk));
+      if (shifts && e.total != 0) e.top += static_cast<double>(shift[r]);
       write_state<T>(c, task.batch, head, query, task.chunk, e);
       const double rounding = total == sum ? 1.0 : static_cast<double>(total) / static_cast<double>(sum);
       if (c.sinks != nullptr) return static_cast<T>(e.factor * undo * rounding);
@@ -566,20 +589,25 @@ struct decode_task : step_weights<D> {
     attend_with_unit();
     for (int64_t h = 0; h < heads; ++h) {
       finish(h);
-      left_rows[h] = rows_beyond_unit(h) | rows_not_finite(h);
+      left_rows[h] = rows_beyond_unit(h) | rows_not_finite(h) | find_far_rows(h);
       is_finite[h] = left_rows[h] == 0;
     }
     leaves_out = false;
   }
 
   // The one head that there is now, as tile_task does a panel.
-  __attribute__((noinline)) void attend_with_care() {
+  __attribute__((noinline)) void attend_with_care(const T* shift_of_row) {
     for (int64_t r = 0; r < padded_rows; ++r) care[r] = T(1);
+    for (int64_t r = 0; r < rows && may_lie_far<T>(c); ++r) {
+      shift[r] = shift_of_row[r];
+      shifts = shifts || shift[r] != 0;
+    }
     attend_all<true, D>();
     const uint32_t beyond = rows_not_finite(0) & wanted;
     for (int64_t r = 0; r < rows; ++r) care[r] = (beyond >> r & 1U) != 0 ? factor_of_care<T>(c.kv_len) : T(1);
     if (beyond != 0) attend_all<true, D>();
     finish(0, true);
+    shifts = false;
   }
 
   void run() {
@@ -599,6 +627,7 @@ struct decode_task : step_weights<D> {
           left_rows[h] = rows_beyond_unit(h);
         }
       }
+      left_rows[h] |= find_far_rows(h);
       is_finite[h] = is_finite[h] && left_rows[h] == 0;
       all_finite = all_finite && is_finite[h];
     }
@@ -621,7 +650,7 @@ struct decode_task : step_weights<D> {
       if (was_on_unit) wanted = left_rows[h];
       work_on(task.kv_head_begin + h, 1);
       q_row = q_rows + h * padded_rows;
-      attend_with_care();
+      attend_with_care(shifts_of_rows + h * rows);
       lap(task.clock, phase_store);
     }
   }

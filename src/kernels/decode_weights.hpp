@@ -2,6 +2,7 @@
 #pragma once
 
 #include "decode_values.hpp"
+#include "far.hpp"
 
 namespace manyhead::MH_ISA {
 namespace {
@@ -16,6 +17,9 @@ struct step_weights : step_values<D> {
   step_operands<D> unit;
   T row_max[most_rows_at_once];  // `lowest` before the first key
   T care[most_decode_rows];      // what weights of a row are multiplied with where a head is done with care
+  T shift[most_decode_rows];     // by so much scores of a row are less then (far.hpp)
+  bool shifts = false;           // any of them
+  T* products;                   // [padded_rows][width] of one head, where any is
   bool first_tile;               // of the task: no row has a sum or a value yet
   T* row_sums;                   // [heads * padded_rows][w], to be added up
   T* row_totals;                 // on the unit, as row_sums, before weights were rounded
@@ -25,6 +29,7 @@ struct step_weights : step_values<D> {
   MH_INLINE void carve(carver& from, int64_t head_count, int64_t head_rows) {
     base::carve(from, head_count, head_rows);
     row_sums = from.take<T>(head_count * head_rows * w);
+    products = from.take<T>(may_lie_far<T>(c) ? head_rows * width : 0);
     if constexpr (has_unit) {
       if (!c.unit_steps) return;
       row_totals = from.take<T>(head_count * head_rows * w);

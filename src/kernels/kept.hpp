@@ -8,7 +8,11 @@
 namespace manyhead::MH_ISA {
 namespace {
 
-MH_INLINE bool keeps_scores(const kernel_call& c) { return c.kept_pitch > 0; }
+// shifts: scores of some rows are less a number of the row (far.hpp), in each part of a split another; there those of the first
+// time stay.
+MH_INLINE bool keeps_scores(const kernel_call& c, bool shifts = false) {
+  return c.kept_pitch > 0 && !(shifts && c.chunks > 1);
+}
 
 // Of row `row` of the kv head, from key 0 on.
 template <class T>

@@ -55,6 +55,7 @@ struct alignas(64) kernel_call : reading {  // copied for each call, by whole li
   int32_t index_type;
   int32_t bias_dtype;
   int32_t alibi_mode;
+  bool may_lie_far;  // a bias or ALiBi, and no sinks: all scores of a row may be far from 0 (far.hpp)
   int32_t lse_base;
 
   const uint8_t* mask;

@@ -517,7 +517,7 @@ struct matrix_task {
 
   // Rows of a panel that are left to the tile route, a bit each.
   uint32_t rows_beyond_unit(const panel<T>& x) const {
-    uint32_t rows = left_rows[&x - p] | tiny_rows(x);
+    uint32_t rows = left_rows[&x - p] | tiny_rows(x) | static_cast<uint32_t>(far_rows_of(c, x));
     if (rows == 0 && rows_are_good(x, ~0U)) return 0;
     for (int64_t l = 0; l < x.count; ++l) rows |= static_cast<uint32_t>(!rows_are_good(x, 1U << l)) << l;
     return rows;

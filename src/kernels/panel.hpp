@@ -1,6 +1,7 @@
 // A panel: up to three vectors of neighbouring rows, Q^T packed and scaled, their state, and the ways in and out of it.
 #pragma once
 
+#include "far.hpp"
 #include "kept.hpp"
 #include "matrix_unit.hpp"
 #include "phases.hpp"
@@ -56,6 +57,9 @@ struct tile_scratch {
   T* v_copy;       // [block_kv][v_dim]
   void* together;  // rows of K or V as they are, where elements lie apart
   T* care;         // [panel_width]: what weights of a row are multiplied with where a panel is done with care
+  T* shift;        // [panel_width], behind care: by so much scores of a row are less then (far.hpp)
+  T* products;     // [block_kv][panel_width], where any is
+  bool shifts = false;
   phase_clock* clock = nullptr;
 };
 
@@ -80,7 +84,9 @@ MH_INLINE tile_scratch<T> carve_tile(carver& from, const kernel_call& c) {
   s.k_copy = from.take<T>(c.copy_kv ? c.block_kv * c.head_dim : 0);
   s.v_copy = from.take<T>(c.copy_kv ? c.block_kv * c.v_dim : 0);
   s.together = from.take<T>(elements_apart(c));
-  s.care = from.take<T>(panel_width<T>);
+  s.care = from.take<T>(2 * panel_width<T>);
+  s.shift = s.care + panel_width<T>;
+  s.products = from.take<T>(may_lie_far<T>(c) ? c.block_kv * panel_width<T> : 0);
   return s;
 }
 
@@ -304,7 +310,15 @@ __attribute__((noinline)) void change_tile(const kernel_call& c, const positions
                                            const tile_scratch<T>& scratch) {
   row_terms<T> rows;
   rows.look_up(c, at, t, NV * lanes<T>);
+  constexpr int64_t width = NV * lanes<T>;
+  if (scratch.shifts) memcpy(scratch.products, scratch.scores, static_cast<size_t>(t.keys() * width) * sizeof(T));
   change_scores<T, NV, true>(c, rows, t, see, scratch.words, scratch.scores, scratch.tile_max);
+  row_of r(c, t.row);
+  for (int64_t l = 0; scratch.shifts && l < t.count; ++l, r.step(c)) {
+    if (scratch.shift[l] == 0) continue;
+    scratch.tile_max[l] = bring_near<T>(c, at, t, r, static_cast<double>(scratch.shift[l]), scratch.products + l,
+                                        scratch.scores + l, width);
+  }
 }
 
 // What each vector of a panel reaches of a tile, in steps of 16 keys, whole tiles of the product. False: all reach all.
@@ -455,8 +469,16 @@ __attribute__((noinline)) bool lower_weights(const panel<T>& x, int64_t v_dim, i
   return !all_finite;
 }
 
+// Rows of a panel whose scores lie far from 0, a bit each.
+template <class T>
+MH_INLINE uint64_t far_rows_of(const kernel_call& c, const panel<T>& x) {
+  uint64_t rows = 0;
+  for (int64_t l = 0; may_lie_far<T>(c) && l < x.count; ++l) rows |= static_cast<uint64_t>(lies_far(x.row_max[l])) << l;
+  return rows;
+}
+
 // Of the rows of a panel's vector at l0, from r on: what each is multiplied with, and in `place` where it goes. Their states
-// and lse are written. care: what the weights were multiplied with, if anything.
+// and lse are written. care: what the weights were multiplied with, if anything, and behind it by what scores were less.
 template <class D>
 MH_INLINE vec<typename D::real> end_rows(const kernel_call& c, const kernel_task& task, int64_t kv_head,
                                          const panel<typename D::real>& x, int64_t l0, const typename D::real* care,
@@ -476,7 +498,8 @@ MH_INLINE vec<typename D::real> end_rows(const kernel_call& c, const kernel_task
     if (!ends) continue;
     const int64_t head = kv_head * c.group + r.of.member;
     const T multiplied = x.row_sum[l0 + l], total = x.row_total[l0 + l];
-    const row_end e = finish_row<T>(x.row_max[l0 + l], total, c.exp_scale, sink_of<T>(c, head, task.chunk));
+    row_end e = finish_row<T>(x.row_max[l0 + l], total, c.exp_scale, sink_of<T>(c, head, task.chunk));
+    if (care != nullptr && e.total != 0) e.top += static_cast<double>(care[panel_width<T> + l0 + l]);
     const double rounding = total == multiplied ? 1.0 : static_cast<double>(total) / static_cast<double>(multiplied);
     if (c.sinks != nullptr) factor[l] = static_cast<T>(e.factor / (care == nullptr ? 1 : care[l0 + l]) * rounding);
     write_state<T>(c, task.batch, head, r.of.query, task.chunk, e);
