@@ -277,15 +277,9 @@ inline mh_problem parse_problem(const std::string& line) {
 
 class plan {
  public:
-  explicit plan(const mh_problem& problem) {
-    mh_plan* made = nullptr;
-    check(mh_plan_create(&problem, &made));
-    plan_.reset(made);
-  }
+  explicit plan(const mh_problem& problem) : plan_(made_of(problem)) {}
   template <typename T, typename Index, typename Bias>
-  explicit plan(const arguments<T, Index, Bias>& a) : plan(a.problem()) {
-    of_arguments_ = a.problem();
-  }
+  explicit plan(const arguments<T, Index, Bias>& a) : of_arguments_(a.problem()), plan_(made_of(*of_arguments_)) {}
 
   void run(const mh_tensors& tensors, const mh_exec& exec = with_threads(0)) const {
     check(mh_plan_run(plan_.get(), &tensors, &exec));
@@ -317,6 +311,12 @@ class plan {
   mh_plan* get() const noexcept { return plan_.get(); }
 
  private:
+  static mh_plan* made_of(const mh_problem& problem) {
+    mh_plan* made = nullptr;
+    check(mh_plan_create(&problem, &made));
+    return made;
+  }
+
   std::optional<mh_problem> of_arguments_;
   std::unique_ptr<mh_plan, destroyer<mh_plan_destroy>> plan_;
 };

@@ -84,7 +84,7 @@ struct tile_task {
     const by_rows<T> k = tile.k.from(t.begin - tile.begin);
     ask_for(c.bias, c.bias_strides, bias_bytes(c), x, t.begin, t.end);
     const visibility see = scores_of<T, NV>(c, at, x, t, k, scratch, &ahead, uneven ? &steps : nullptr);
-    if (keeps_scores(c, scratch.shifts)) keep_panel<T>(c, task, t, see, scratch.scores, x.width());
+    if (keeps_scores(c, scratch.shift != nullptr)) keep_panel<T>(c, task, t, see, scratch.scores, x.width());
     if (see == visibility::none) return;
     const softmax_rows<T, NV> rows{x.row_max, x.row_sum, x.out, c.v_dim};
     const T exp_scale = static_cast<T>(c.exp_scale);
@@ -173,15 +173,16 @@ struct tile_task {
   __attribute__((noinline)) void attend_with_care(int64_t i) {
     panel<T>& x = p[i];
     const uint64_t far = far_rows_of(c, x);
-    scratch.shifts = far != 0;
+    T* const shift = scratch.care + panel_width<T>;
     for (int64_t l = 0; l < x.width(); ++l) {
       scratch.care[l] = T(1);
-      scratch.shift[l] = (far >> l & 1U) != 0 ? x.row_max[l] : T(0);
+      shift[l] = (far >> l & 1U) != 0 ? x.row_max[l] : T(0);
     }
+    if (far != 0) scratch.shift = shift;
     attend_all(i, i + 1, true);
     if (lower_weights<T>(x, c.v_dim, c.kv_len, scratch.care)) attend_all(i, i + 1, true);
     finish_panel<D>(c, task, kv_head, x, scratch.care);
-    scratch.shifts = false;
+    scratch.shift = nullptr;
   }
 
   void run() {

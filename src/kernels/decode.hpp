@@ -31,8 +31,8 @@ struct decode_task : step_weights<D> {
       base::keys_at_once, base::kv_head, base::leaves_out, base::many_registers, base::most_rows,
       base::most_rows_of_pairs, base::no_gaps, base::on_unit, base::out, base::padded_rows, base::place_of,
       base::place_of_pair, base::places, base::products, base::q_row, base::q_rows, base::row_max, base::row_sums,
-      base::row_totals, base::rows, base::scores, base::shift, base::shifts, base::started, base::task, base::unit,
-      base::v_back, base::v_dim, base::v_pairs, base::w, base::widens, base::width, base::zeros;
+      base::row_totals, base::rows, base::scores, base::shift, base::started, base::task, base::unit, base::v_back,
+      base::v_dim, base::v_pairs, base::w, base::widens, base::width, base::zeros;
   using typename base::T;
 
   static constexpr bool may_ask_own = many_registers && !widens;
@@ -207,10 +207,10 @@ struct decode_task : step_weights<D> {
   // What else is done to scores s of head h before the softmax takes them.
   MH_INLINE void change_scores(int64_t h, const key_tile& tile, visibility see, T* s) {
     const int64_t padded = round_up<w>(tile.keys());
-    if (shifts) memcpy(products, s, static_cast<size_t>(rows * width) * sizeof(T));
+    if (shift != nullptr) memcpy(products, s, static_cast<size_t>(rows * width) * sizeof(T));
     if (has_score_passes(c)) change_scores_of(kv_head + h, tile, s, padded);
     if (see == visibility::some) visibility_pass_rows<T>(words_of(h), round_up<w>(rows), rows, padded, width, s);
-    if (shifts) bring_rows_near({task.batch, kv_head + h, task.row_begin, rows, tile.begin, tile.end}, s);
+    if (shift != nullptr) bring_rows_near({task.batch, kv_head + h, task.row_begin, rows, tile.begin, tile.end}, s);
   }
   __attribute__((noinline)) void bring_rows_near(const tile_at& t, T* s) const {
     row_of of(c, t.row);
@@ -234,7 +234,7 @@ struct decode_task : step_weights<D> {
 
   // What change_scores left of head h, and of all heads.
   MH_INLINE void keep_head(int64_t h, const key_tile& tile, const T* s) const {
-    if (!keeps_scores(c, shifts)) return;
+    if (!keeps_scores(c, shift != nullptr)) return;
     for (int64_t r = 0; r < rows;) {
       if ((wanted >> r & 1U) == 0) {
         ++r;
@@ -247,7 +247,7 @@ struct decode_task : step_weights<D> {
     }
   }
   MH_INLINE void keep_heads(const key_tile& tile) const {
-    if (!keeps_scores(c, shifts)) return;
+    if (!keeps_scores(c, shift != nullptr)) return;
     for (int64_t h = 0; h < heads; ++h) keep_head(h, tile, scores + h * padded_rows * width);
   }
 
@@ -335,7 +335,7 @@ struct decode_task : step_weights<D> {
     if (ends_count(c)) {
       const T total = on_unit ? xsimd::reduce_add(load(row_totals + r * w)) : sum;
       row_end e = finish_row<T>(row_max[r], total, c.exp_scale, sink_of<T>(c, head, task.chunk));
-      if (shifts && e.total != 0) e.top += static_cast<double>(shift[r]);
+      if (shift != nullptr && e.total != 0) e.top += static_cast<double>(shift[r]);
       write_state<T>(c, task.batch, head, query, task.chunk, e);
       const double rounding = total == sum ? 1.0 : static_cast<double>(total) / static_cast<double>(sum);
       if (c.sinks != nullptr) return static_cast<T>(e.factor * undo * rounding);
@@ -599,15 +599,14 @@ struct decode_task : step_weights<D> {
   __attribute__((noinline)) void attend_with_care(const T* shift_of_row) {
     for (int64_t r = 0; r < padded_rows; ++r) care[r] = T(1);
     for (int64_t r = 0; r < rows && may_lie_far<T>(c); ++r) {
-      shift[r] = shift_of_row[r];
-      shifts = shifts || shift[r] != 0;
+      if (shift_of_row[r] != 0) shift = shift_of_row;
     }
     attend_all<true, D>();
     const uint32_t beyond = rows_not_finite(0) & wanted;
     for (int64_t r = 0; r < rows; ++r) care[r] = (beyond >> r & 1U) != 0 ? factor_of_care<T>(c.kv_len) : T(1);
     if (beyond != 0) attend_all<true, D>();
     finish(0, true);
-    shifts = false;
+    shift = nullptr;
   }
 
   void run() {

@@ -8,14 +8,6 @@
 namespace manyhead::MH_ISA {
 namespace {
 
-// Rows of K or V as they are in memory, or as copied. E: the trait of their elements.
-template <class E>
-struct rows_at {
-  const typename E::storage* base;
-  int64_t stride;
-  MH_INLINE rows_at from(int64_t row, int64_t dim = 0) const { return {base + row * stride + dim, stride}; }
-};
-
 // Rows that are needed soon: of V while K is worked on, and of the next tile's K during the values. Each step asks for
 // the bytes of the other that it reads itself, one line every few cycles: sixteen at once would fill the buffers that
 // also bring lines from L2, and all would wait. Or its own bytes some rows on (kernel_call.asks_own), where rows are
@@ -229,13 +221,6 @@ struct step_rows {
             strides[2]};
   }
 
-  // Those rows, or copies of them whose elements are neighbours.
-  MH_INLINE rows_at<D> neighbours(rows_at<D> from, int64_t keys, const int64_t* strides, int64_t dim) const {
-    if (!lies_apart(strides, dim)) return from;
-    bring_together(from.base, from.stride, strides[3], keys, dim, together);
-    return {together, dim};
-  }
-
   // Whether they are what a copy would be: of T, and whole vectors.
   MH_INLINE const T* already_copied(rows_at<D> there, rows_at<D> from, bool whole) const {
     return !widens && whole && from.base != there.base ? reinterpret_cast<const T*>(from.base) : nullptr;
@@ -243,7 +228,7 @@ struct step_rows {
 
   template <class E>
   MH_INLINE auto copied_k(rows_at<D> there, int64_t keys) {
-    const rows_at<D> from = neighbours(there, keys, c.k_strides, c.head_dim);
+    const rows_at<D> from = neighbours(there, keys, c.k_strides, c.head_dim, together);
     if constexpr (paired<E>) {
       return copied_pairs(from, keys, k_dim, k_back, k_copy);
     } else {
@@ -254,7 +239,7 @@ struct step_rows {
   }
   template <class E>
   MH_INLINE auto copied_v(rows_at<D> there, int64_t keys) {
-    const rows_at<D> from = neighbours(there, keys, c.v_strides, c.v_dim);
+    const rows_at<D> from = neighbours(there, keys, c.v_strides, c.v_dim, together);
     if constexpr (paired<E>) {
       return copied_pairs(from, keys, v_dim, v_back, v_copy);
     } else {
@@ -268,7 +253,7 @@ struct step_rows {
   }
   // Up to keys_at_once of them, with zeros for those that are not finite.
   MH_INLINE rows_at<in_pairs> finite_pairs_of_v(rows_at<D> there, int64_t keys) {
-    const rows_at<D> from = neighbours(there, keys, c.v_strides, c.v_dim);
+    const rows_at<D> from = neighbours(there, keys, c.v_strides, c.v_dim, together);
     const rows_at<in_pairs> copy = copied_pairs(from, keys, v_dim, v_back, v_copy);
     for (int64_t k = 0; k < keys; ++k) {
       if (all_finite<D>(from.from(k).base, 1, c.v_dim)) continue;

@@ -17,9 +17,8 @@ struct step_weights : step_values<D> {
   step_operands<D> unit;
   T row_max[most_rows_at_once];  // `lowest` before the first key
   T care[most_decode_rows];      // what weights of a row are multiplied with where a head is done with care
-  T shift[most_decode_rows];     // by so much scores of a row are less then (far.hpp)
-  bool shifts = false;           // any of them
-  T* products;                   // [padded_rows][width] of one head, where any is
+  const T* shift = nullptr;      // [rows]: by so much scores of a row are less then (far.hpp), if any are
+  T* products;                   // [padded_rows][width] of one head, for these
   bool first_tile;               // of the task: no row has a sum or a value yet
   T* row_sums;                   // [heads * padded_rows][w], to be added up
   T* row_totals;                 // on the unit, as row_sums, before weights were rounded

@@ -184,18 +184,10 @@ struct matrix_operands {
   }
 
   // Keys [begin, end) of K or V, as neighbours.
-  struct rows_of_tile {
-    const storage* first;
-    int64_t stride;
-    MH_INLINE const storage* at(int64_t key) const { return first + key * stride; }
-  };
-  MH_INLINE rows_of_tile tile_rows(const void* base, const int64_t* strides, int64_t begin, int64_t end,
-                                   int64_t dim) const {
+  MH_INLINE rows_at<D> tile_rows(const void* base, const int64_t* strides, int64_t begin, int64_t end,
+                                 int64_t dim) const {
     const auto* from = static_cast<const storage*>(base) + task.batch * strides[0] + kv_head * strides[1];
-    const rows_of_tile there{from + begin * strides[2], strides[2]};
-    if (!lies_apart(strides, dim)) return there;
-    bring_together(there.first, strides[2], strides[3], end - begin, dim, together);
-    return {together, dim};
+    return neighbours(rows_at<D>{from + begin * strides[2], strides[2]}, end - begin, strides, dim, together);
   }
 
   // Whether keys [begin, end) of K can be multiplied where they are. For two panels that is faster than a copy with AMX
@@ -209,19 +201,19 @@ struct matrix_operands {
   // Keys [begin, end) of K: A of the scores. Up to a whole step of keys, zeros follow. False: not for the unit.
   __attribute__((noinline)) bool pack_keys(int64_t begin, int64_t end, int64_t panels) {
     magnitudes seen;
-    const rows_of_tile rows = tile_rows(c.k, c.k_strides, begin, end, c.head_dim);
+    const rows_at<D> rows = tile_rows(c.k, c.k_strides, begin, end, c.head_dim);
     const int64_t step_size = c.block_kv * unit_step;
     if (leaves_out) find_left_out_keys(begin, end);
     if constexpr (sizeof(storage) == sizeof(uint16_t)) {
       if (takes_in_place(begin, end, panels)) {
-        keys = {rows.first, 0, unit_step, rows.stride};
+        keys = {rows.base, 0, unit_step, rows.stride};
         return true;
       }
     }
     keys = unit_takes_columns ? unit_a{k, dim_steps * step_size, unit_step, dim_steps * unit_step}
                               : unit_a{k, dim_steps * step_size, step_size, unit_step};
     for (int64_t key = 0; key < round_up<unit_step>(end - begin); ++key) {
-      const storage* row = begin + key < end ? rows.at(key) : nullptr;
+      const storage* row = begin + key < end ? rows.from(key).base : nullptr;
       if (k_is_left_out && row != nullptr) row = unless_left_out(row, key);
       if (row != nullptr) ask(row + 16 * c.k_strides[2], c.k_strides, 1, c.head_dim);
       for (int64_t step = 0; step < dim_steps; ++step) {
@@ -255,12 +247,12 @@ struct matrix_operands {
 
   // The same keys of V: A of the values. With each line one of `ahead` is asked for, if any.
   __attribute__((noinline)) void pack_values(int64_t begin, int64_t end, lines_ahead* ahead) const {
-    const rows_of_tile rows = tile_rows(c.v, c.v_strides, begin, end, c.v_dim);
+    const rows_at<D> rows = tile_rows(c.v, c.v_strides, begin, end, c.v_dim);
     for (int64_t first = 0; first < round_up<unit_step>(end - begin); first += piece) {
       const int64_t step = first / unit_step;
       for (int64_t d = 0; d < round_up<(unit_takes_columns ? w : unit_rows)>(c.v_dim); d += w) {
         raw lines[w];
-        const storage* row = rows.at(first) + d;
+        const storage* row = rows.from(first, d).base;
         const bool whole = d + w <= c.v_dim;
         const bool all = whole && begin + first + piece <= end && !leaves_out;
         if (all) {
@@ -272,7 +264,7 @@ struct matrix_operands {
         for (int64_t l = all ? w : 0; l < w; ++l) {
           const int64_t key = begin + first + 2 * l;
           const auto row_of_key = [&](int64_t at_key) MH_INLINE_LAMBDA {
-            return at_key < end ? unless_left_out(rows.at(at_key - begin), at_key - begin) : nullptr;
+            return at_key < end ? unless_left_out(rows.from(at_key - begin).base, at_key - begin) : nullptr;
           };
           const storage *even = row_of_key(key), *odd = row_of_key(key + 1);
           if (whole) {  // the last keys: 16 rows of bf16 and up to 577 keys 1.04 to 1.09 times as fast as by way of the buffer

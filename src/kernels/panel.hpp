@@ -50,16 +50,15 @@ struct panel {
 // What panels share while a tile is worked on.
 template <class T>
 struct tile_scratch {
-  T* scores;       // [block_kv][panel_width]
-  T* tile_max;     // [panel_width]
-  bits<T>* words;  // [block_kv / word_keys + 1][panel_width]
-  T* k_copy;       // [block_kv][head_dim], with copy_kv
-  T* v_copy;       // [block_kv][v_dim]
-  void* together;  // rows of K or V as they are, where elements lie apart
-  T* care;         // [panel_width]: what weights of a row are multiplied with where a panel is done with care
-  T* shift;        // [panel_width], behind care: by so much scores of a row are less then (far.hpp)
-  T* products;     // [block_kv][panel_width], where any is
-  bool shifts = false;
+  T* scores;           // [block_kv][panel_width]
+  T* tile_max;         // [panel_width]
+  bits<T>* words;      // [block_kv / word_keys + 1][panel_width]
+  T* k_copy;           // [block_kv][head_dim], with copy_kv
+  T* v_copy;           // [block_kv][v_dim]
+  void* together;      // rows of K or V as they are, where elements lie apart
+  T* care;             // [panel_width]: what weights of a row are multiplied with where a panel is done with care
+  T* shift = nullptr;  // [panel_width], behind care: by so much scores of a row are less then (far.hpp), if any are
+  T* products;         // [block_kv][panel_width], for these
   phase_clock* clock = nullptr;
 };
 
@@ -85,7 +84,6 @@ MH_INLINE tile_scratch<T> carve_tile(carver& from, const kernel_call& c) {
   s.v_copy = from.take<T>(c.copy_kv ? c.block_kv * c.v_dim : 0);
   s.together = from.take<T>(elements_apart(c));
   s.care = from.take<T>(2 * panel_width<T>);
-  s.shift = s.care + panel_width<T>;
   s.products = from.take<T>(may_lie_far<T>(c) ? c.block_kv * panel_width<T> : 0);
   return s;
 }
@@ -199,18 +197,13 @@ MH_INLINE const typename D::real* kv_rows(const void* base, const int64_t* strid
                                           int64_t begin, int64_t keys, int64_t dim, bool copied, void* together,
                                           typename D::real* copy) {
   using S = typename D::storage;
+  constexpr bool is_real = sizeof(S) == sizeof(typename D::real);  // brought together they are what the copy would be
   const S* from = static_cast<const S*>(base) + batch * strides[0] + kv_head * strides[1] + begin * strides[2];
   if (!copied) return reinterpret_cast<const typename D::real*>(from);
-  int64_t to_row = strides[2];
-  if (lies_apart(strides, dim)) {
-    constexpr bool in_t = sizeof(S) == sizeof(typename D::real);
-    S* const to = in_t ? reinterpret_cast<S*>(copy) : static_cast<S*>(together);
-    bring_together(from, strides[2], strides[3], keys, dim, to);
-    if (in_t) return copy;
-    from = to;
-    to_row = dim;
-  }
-  for (int64_t k = 0; k < keys; ++k) widen_row<D>(from + k * to_row, 1, dim, copy + k * dim);
+  S* const to = is_real ? reinterpret_cast<S*>(copy) : static_cast<S*>(together);
+  const rows_at<D> rows = neighbours(rows_at<D>{from, strides[2]}, keys, strides, dim, to);
+  if (is_real && rows.base == to) return copy;
+  for (int64_t k = 0; k < keys; ++k) widen_row<D>(rows.from(k).base, 1, dim, copy + k * dim);
   return copy;
 }
 
@@ -311,10 +304,11 @@ __attribute__((noinline)) void change_tile(const kernel_call& c, const positions
   row_terms<T> rows;
   rows.look_up(c, at, t, NV * lanes<T>);
   constexpr int64_t width = NV * lanes<T>;
-  if (scratch.shifts) memcpy(scratch.products, scratch.scores, static_cast<size_t>(t.keys() * width) * sizeof(T));
+  if (scratch.shift != nullptr)
+    memcpy(scratch.products, scratch.scores, static_cast<size_t>(t.keys() * width) * sizeof(T));
   change_scores<T, NV, true>(c, rows, t, see, scratch.words, scratch.scores, scratch.tile_max);
   row_of r(c, t.row);
-  for (int64_t l = 0; scratch.shifts && l < t.count; ++l, r.step(c)) {
+  for (int64_t l = 0; scratch.shift != nullptr && l < t.count; ++l, r.step(c)) {
     if (scratch.shift[l] == 0) continue;
     scratch.tile_max[l] = bring_near<T>(c, at, t, r, static_cast<double>(scratch.shift[l]), scratch.products + l,
                                         scratch.scores + l, width);

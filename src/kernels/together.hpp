@@ -8,6 +8,14 @@
 namespace manyhead::MH_ISA {
 namespace {
 
+// Rows of K or V as they are in memory, or as copied. E: the trait of their elements.
+template <class E>
+struct rows_at {
+  const typename E::storage* base;
+  int64_t stride;
+  MH_INLINE rows_at from(int64_t row, int64_t dim = 0) const { return {base + row * stride + dim, stride}; }
+};
+
 MH_INLINE bool lies_apart(const int64_t* strides, int64_t dim) { return strides[3] != 1 && dim > 1; }
 
 // How many elements of a tile have to be brought together at once: K's or V's.
@@ -81,6 +89,15 @@ __attribute__((noinline)) void bring_together(const S* from, int64_t to_row, int
     if (whole < dim) bring_each(from + r + whole * to_dim, to_row, to_dim, w, dim - whole, dim, to + r * dim + whole);
   }
   bring_each(from + turned * to_row, to_row, to_dim, rows - turned, dim, dim, to + turned * dim);
+}
+
+// Those rows, of K or V with its strides, or copies in `to` whose elements are neighbours.
+template <class D>
+MH_INLINE rows_at<D> neighbours(rows_at<D> there, int64_t keys, const int64_t* strides, int64_t dim,
+                                typename D::storage* to) {
+  if (!lies_apart(strides, dim)) return there;
+  bring_together(there.base, there.stride, strides[3], keys, dim, to);
+  return {to, dim};
 }
 
 }  // namespace
