@@ -40,6 +40,7 @@ struct decode_task : step_weights<D> {
   static_assert(usual_v_turn % base::keys_at_once == 0);
 
   positions at;
+  visibility last_seen;                   // by the head looked at last
   bits<T>* words;                         // [heads][width / word_keys + 1][whole vectors of rows]
   bool is_finite[most_rows_at_once];      // of a head: its results are
   uint32_t left_rows[most_rows_at_once];  // of a head: those that attend what was left out, a bit each
@@ -170,20 +171,24 @@ struct decode_task : step_weights<D> {
     MH_INLINE int64_t keys() const { return end - begin; }
   };
 
-  MH_INLINE bits<T>* words_of(int64_t h) const { return words + h * words_of_head(padded_rows); }
+  MH_INLINE bits<T>* words_of(int64_t h) const {
+    return words + (heads_see_alike(c) ? 0 : h * words_of_head(padded_rows));
+  }
 
-  // Which of a tile's keys head h sees. Where none, its scores say so.
+  // Which of a tile's keys head h sees, after those before it. Where none, its scores say so.
   MH_INLINE visibility see_head(int64_t h, const key_tile& tile) {
     if (tile.all_visible) return visibility::all;
-    const visibility see = see_tile<T>(c, at, task.batch, kv_head + h, task.row_begin, rows, round_up<w>(rows),
-                                       tile.begin, tile.end, words_of(h));
-    if (see != visibility::none) return see;
+    if (h == 0 || !heads_see_alike(c)) {
+      last_seen = see_tile<T>(c, at, task.batch, kv_head + h, task.row_begin, rows, round_up<w>(rows), tile.begin,
+                              tile.end, words_of(h));
+    }
+    if (last_seen != visibility::none) return last_seen;
     const int64_t padded = round_up<w>(tile.keys());
     T* const s = scores + h * padded_rows * width;
     for (int64_t r = 0; r < padded_rows; ++r) {
       for (int64_t k = 0; k < padded; k += w) vec<T>(-infinity<T>).store_aligned(s + r * width + k);
     }
-    return see;
+    return last_seen;
   }
 
   // Head h's products with `keys` of a tile's keys, from its key `first` on.

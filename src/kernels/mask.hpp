@@ -24,6 +24,25 @@ struct row_of {
   }
 };
 
+// Rows of a kv head where they lie, one after the other. X: elements, or bytes.
+template <class X>
+struct row_walk {
+  row_of of;
+  X* at;
+  int64_t to_member, to_query;  // the next one in the group; from the last of a group to the next query
+
+  // From row `row` on, with the first of all rows at `first`.
+  MH_INLINE row_walk(const kernel_call& c, int64_t row, X* first, int64_t member_stride, int64_t query_stride)
+      : of(c, row),
+        at(first + of.member * member_stride + of.query * query_stride),
+        to_member(member_stride),
+        to_query(query_stride - (c.group - 1) * member_stride) {}
+  MH_INLINE void step(const kernel_call& c) {
+    of.step(c);
+    at += of.member == 0 ? to_query : to_member;
+  }
+};
+
 inline constexpr int64_t most_lanes = 64;  // of a panel
 
 // fn(lane, row) for the lanes of rows from `row` on; those behind the last row get its row.
@@ -78,6 +97,9 @@ MH_INLINE xsimd::batch<bits<T>, MH_ARCH> bit_range(signed_vec<T> begin, signed_v
   return xsimd::bitwise_andnot(from(begin), from(end));
 }
 
+// Whether a batch entry's heads see the same.
+MH_INLINE bool heads_see_alike(const kernel_call& c) { return c.mask == nullptr || c.mask_strides[1] == 0; }
+
 // Fills words[word * width + lane] for the rows [row, row + count) of a kv head against keys [begin, end), at most
 // most_tile_keys. width is a multiple of the lanes; those behind the last row see what it sees. Says whether the rows
 // see none, some or all of the tile.
@@ -90,78 +112,92 @@ __attribute__((noinline)) visibility see_tile(const kernel_call& c, const positi
   using integer = typename I::value_type;
   constexpr int64_t most_words = most_tile_keys / word_keys;
   const int64_t masked = min_of(end, c.kv_len - c.extra_keys) - begin;  // keys that masks speak of, may be <= 0
-  // Of each word: its keys, those that masks do not speak of, those that the key mask leaves.
+  const uint8_t* mask = nullptr;                                        // of the first row
+  int64_t to_member = 0, to_query = 0;
+  if (c.mask != nullptr && masked > 0) {
+    to_member = c.group == 1 ? 0 : c.mask_strides[1];
+    to_query = c.mask_strides[2];
+    mask = c.mask + batch * c.mask_strides[0] + kv_head * c.group * c.mask_strides[1] + begin * c.mask_strides[3];
+  }
+  const bool rows_share = to_member == 0 && to_query == 0;
+  // Of each word: its keys, those that masks do not speak of, those that masks leave to all rows.
   bits<T> full[most_words], extra[most_words], shared[most_words];
   int64_t n = 0;
   for (int64_t first = 0; first < end - begin; first += word_keys, ++n) {
     full[n] = bit_range(0, end - begin - first);
     extra[n] = full[n] & ~bit_range(0, masked - first);
     shared[n] = full[n];
-    if (c.key_mask != nullptr && first < masked) {
-      shared[n] = nonzero_bytes(c.key_mask + batch * c.key_mask_strides[0] + (begin + first) * c.key_mask_strides[1],
-                                c.key_mask_strides[1], min_of(word_keys, masked - first));
+    const auto leave = [&](const uint8_t* keys, int64_t stride) MH_INLINE_LAMBDA {
+      shared[n] &= nonzero_bytes(keys + first * stride, stride, min_of(word_keys, masked - first));
+    };
+    if (first >= masked) continue;
+    if (c.key_mask != nullptr)
+      leave(c.key_mask + batch * c.key_mask_strides[0] + begin * c.key_mask_strides[1], c.key_mask_strides[1]);
+    if (mask != nullptr && rows_share) leave(mask, c.mask_strides[3]);
+  }
+
+  // What the mask leaves to each row.
+  const bool rows_differ = mask != nullptr && !rows_share;
+  alignas(64) bits<T> open[most_words][most_lanes];
+  if (rows_differ) {
+    const int64_t stride = c.mask_strides[3], whole = stride == 1 ? masked / word_keys : 0;
+    row_walk<const uint8_t> of_row(c, row, mask, to_member, to_query);
+    const uint8_t* last = nullptr;
+    for (int64_t l = 0; l < width; ++l) {
+      if (of_row.at == last) {  // many lanes may share it
+        for (int64_t i = 0; i < n; ++i) open[i][l] = open[i][l - 1];
+      } else {
+        last = of_row.at;
+        for (int64_t i = 0; i < whole; ++i) open[i][l] = nonzero_bytes(last + i * word_keys, 1, word_keys);
+        for (int64_t i = whole; i < n; ++i) {
+          const int64_t first = i * word_keys;
+          open[i][l] = extra[i];
+          if (first < masked)
+            open[i][l] |= nonzero_bytes(last + first * stride, stride, min_of(word_keys, masked - first));
+        }
+      }
+      if (l + 1 < count) of_row.step(c);
     }
   }
 
   // Positions: ranges are those of the first query, moved by as many keys as a row's query lies behind it.
-  alignas(64) integer behind[most_lanes];
-  const int64_t first_query = row / c.group;
-  for_each_lane(c, row, count, width,
-                [&](int64_t l, const row_of& r) { behind[l] = static_cast<integer>(r.query - first_query); });
+  const int64_t first_query = row / c.group, queries = (row + count - 1) / c.group - first_query;
+  const key_range reach = reach_of(c, first_query + at.offset);
+  const bool reach_all =
+      reach.begin + queries <= begin && min_of(reach.end, at.used) >= min_of(end, c.kv_len - c.extra_keys);
   const auto near = [&](int64_t key) MH_INLINE_LAMBDA {
     constexpr int64_t far = 1 << 20;
     return I(static_cast<integer>(max_of(-far, min_of(key - begin, far))));
   };
-  const key_range reach = reach_of(c, first_query + at.offset);
   const I reach_begin = near(reach.begin), reach_end = near(reach.end), used = near(at.used);
+  alignas(64) integer behind[most_lanes];
+  if (!reach_all) {
+    for_each_lane(c, row, count, width,
+                  [&](int64_t l, const row_of& r) { behind[l] = static_cast<integer>(r.query - first_query); });
+  }
+  const U none(bits<T>(0));
+  U any = none, hidden = none;
   for (int64_t l = 0; l < width; l += lanes<T>) {
-    const I moved = I::load_aligned(behind + l);
-    I from = reach_begin + moved;
-    I to = xsimd::min(used, reach_end + moved);
-    for (int64_t i = 0; i < n; ++i) {
-      ((bit_range<T>(from, to) & U(shared[i])) | U(extra[i])).store_unaligned(words + i * width + l);
-      from = from - I(word_keys);
-      to = to - I(word_keys);
+    I from(integer(0)), to(integer(0));
+    if (!reach_all) {
+      const I moved = I::load_aligned(behind + l);
+      from = reach_begin + moved;
+      to = xsimd::min(used, reach_end + moved);
     }
-  }
-
-  const bool has_mask = c.mask != nullptr && masked > 0;
-  alignas(64) bits<T> open[most_words][most_lanes];
-  if (has_mask) {
-    const uint8_t* const base = c.mask + batch * c.mask_strides[0] + begin * c.mask_strides[3];
-    const int64_t stride = c.mask_strides[3], whole = stride == 1 ? masked / word_keys : 0;
-    const uint8_t* last = nullptr;
-    for_each_lane(c, row, count, width, [&](int64_t l, const row_of& r) MH_INLINE_LAMBDA {
-      const uint8_t* const mask =
-          base + (kv_head * c.group + r.member) * c.mask_strides[1] + r.query * c.mask_strides[2];
-      if (mask == last) {  // many lanes may share it
-        for (int64_t i = 0; i < n; ++i) open[i][l] = open[i][l - 1];
-        return;
+    for (int64_t i = 0; i < n; ++i) {
+      U word(shared[i]);
+      if (!reach_all) {
+        word = word & bit_range<T>(from, to);
+        from = from - I(word_keys);
+        to = to - I(word_keys);
       }
-      last = mask;
-      for (int64_t i = 0; i < whole; ++i) open[i][l] = nonzero_bytes(mask + i * word_keys, 1, word_keys);
-      for (int64_t i = whole; i < n; ++i) {
-        const int64_t first = i * word_keys;
-        open[i][l] = extra[i];
-        if (first < masked)
-          open[i][l] |= nonzero_bytes(mask + first * stride, stride, min_of(word_keys, masked - first));
-      }
-    });
-  }
-
-  U any(bits<T>(0)), hidden(bits<T>(0));
-  for (int64_t i = 0; i < n; ++i) {
-    for (int64_t l = 0; l < width; l += lanes<T>) {
-      U word = U::load_unaligned(words + i * width + l);
-      if (has_mask) {
-        word = word & U::load_aligned(open[i] + l);
-        word.store_unaligned(words + i * width + l);
-      }
+      word = word | U(extra[i]);
+      if (rows_differ) word = word & U::load_aligned(open[i] + l);
+      word.store_unaligned(words + i * width + l);
       any = any | word;
       hidden = hidden | (word ^ U(full[i]));
     }
   }
-  const U none(bits<T>(0));
   return xsimd::all(any == none) ? visibility::none : xsimd::all(hidden == none) ? visibility::all : visibility::some;
 }
 

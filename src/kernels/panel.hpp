@@ -98,25 +98,6 @@ MH_INLINE panel<T> carve_panel(carver& from, const kernel_call& c, bool with_out
   return p;
 }
 
-// Rows of a kv head where they lie, one after the other. X: elements, or bytes.
-template <class X>
-struct row_walk {
-  row_of of;
-  X* at;
-  int64_t to_member, to_query;  // the next one in the group; from the last of a group to the next query
-
-  // From row `row` on, with the first of all rows at `first`.
-  MH_INLINE row_walk(const kernel_call& c, int64_t row, X* first, int64_t member_stride, int64_t query_stride)
-      : of(c, row),
-        at(first + of.member * member_stride + of.query * query_stride),
-        to_member(member_stride),
-        to_query(query_stride - (c.group - 1) * member_stride) {}
-  MH_INLINE void step(const kernel_call& c) {
-    of.step(c);
-    at += of.member == 0 ? to_query : to_member;
-  }
-};
-
 template <class D>
 MH_INLINE row_walk<const typename D::storage> rows_of_q(const kernel_call& c, int64_t batch, int64_t kv_head,
                                                         int64_t row) {

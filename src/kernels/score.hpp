@@ -310,17 +310,27 @@ __attribute__((noinline)) void bias_pass_transposed(const kernel_call& c, const 
 template <class T>
 __attribute__((noinline)) void bias_pass_rows(const kernel_call& c, const tile_at& t, int64_t width, T* s) {
   constexpr int64_t w = lanes<T>;
-  const int64_t keys = biased_keys(c, t);
+  const int64_t keys = biased_keys(c, t), whole = round_down<w>(keys), stride = c.bias_strides[3];
+  const bool in_place = stride == 1 && bias_bytes(c) == sizeof(T);
   alignas(64) T copy[most_tile_keys];
   row_of r(c, t.row);
   for (int64_t lane = 0; lane < t.count; ++lane, r.step(c)) {
-    const int64_t first = bias_offset(c, t, r) + t.begin * c.bias_strides[3];
-    widen_any<T>(c.bias_dtype, c.bias, first, c.bias_strides[3], keys, copy);
+    T* const p = s + lane * width;
+    const auto add = [=](int64_t k, vec<T> bias) MH_INLINE_LAMBDA { store<T>(p + k, biased<T>(load(p + k), bias)); };
+    const int64_t first = bias_offset(c, t, r) + t.begin * stride;
     // Later slots of the last vector are extra keys or padding: add 0.
-    for (int64_t k = keys; k < round_up<w>(keys); ++k) copy[k] = T(0);
-    for (int64_t k = 0; k < keys; k += w) {
-      T* const p = s + lane * width + k;
-      store<T>(p, biased<T>(load(p), vec<T>::load_aligned(copy + k)));
+    if (in_place) {
+      const T* const bias = static_cast<const T*>(c.bias) + first;
+      for (int64_t k = 0; k < whole; k += w) add(k, load(bias + k));
+      if (whole < keys) {
+        alignas(64) T some[w];
+        load_some(bias + whole, keys - whole, some);
+        add(whole, vec<T>::load_aligned(some));
+      }
+    } else {
+      widen_any<T>(c.bias_dtype, c.bias, first, stride, keys, copy);
+      for (int64_t k = keys; k < round_up<w>(keys); ++k) copy[k] = T(0);
+      for (int64_t k = 0; k < keys; k += w) add(k, vec<T>::load_aligned(copy + k));
     }
   }
 }

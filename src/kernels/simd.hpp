@@ -116,6 +116,7 @@ MH_INLINE void load_some(const S* p, int64_t n, S (&to)[N]) {
 #pragma GCC unroll 2
   for (int64_t i = 0; i < N; i += each) {
     const mask_of<each> which = first_of<each>(n - i);
+    if constexpr (sizeof(S) == 8) _mm512_store_si512(to + i, _mm512_maskz_loadu_epi64(which, p + i));
     if constexpr (sizeof(S) == 4) _mm512_store_si512(to + i, _mm512_maskz_loadu_epi32(which, p + i));
     if constexpr (sizeof(S) == 2 && each == 32) _mm512_store_si512(to + i, _mm512_maskz_loadu_epi16(which, p + i));
     if constexpr (sizeof(S) == 2 && each == 16)
