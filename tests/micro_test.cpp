@@ -1,5 +1,5 @@
 // The kernels' building blocks, one by one, at the width of the ISA this file is compiled for (and at the emulated
-// widths): exp2, tanh, conversions, transposition, the product micro-kernel with every tail, visibility bits, softmax
+// widths): exp2, tanh, log2, conversions, transposition, the product micro-kernel with every tail, visibility bits, softmax
 // rows.
 #include <doctest/doctest.h>
 
@@ -98,6 +98,30 @@ TEST_CASE_TEMPLATE("exp2 is within 1.5 ulp, exact at integers, 0 far below, NaN 
   T nan;
   std::memcpy(&nan, &all, sizeof(T));
   CHECK(std::isnan(exp2_scalar<T>(nan)));
+}
+
+TEST_CASE("log2 is within 3 ulp, exact at powers of two, infinite for infinity, NaN for NaN") {
+  aligned<double> out(lanes<double>);
+  const auto log2_scalar = [&](double x) {
+    log2_of(vec<double>(x)).store_aligned(out.get());
+    for (int64_t i = 1; i < lanes<double>; ++i) CHECK(std::memcmp(&out[i], &out[0], sizeof(double)) == 0);
+    return out[0];
+  };
+  double worst = 0;
+  std::mt19937 random(7);
+  std::uniform_real_distribution<double> exponent(-1000, 1000), near_1(-20, 0);
+  for (int i = 0; i < 100000; ++i) {
+    // The whole range, from 1/2 to 2, and around 1, where results are small.
+    const double x = i % 3 == 0   ? std::exp2(exponent(random))
+                     : i % 3 == 1 ? std::exp2(exponent(random) / 1000)
+                                  : 1 + (i % 2 == 0 ? 1 : -1) * std::exp2(near_1(random));
+    worst = std::max(worst, ulps<double>(log2_scalar(x), static_cast<double>(std::log2(static_cast<long double>(x)))));
+  }
+  MESSAGE("worst error in ulp: " << worst);
+  CHECK(worst <= 3);
+  for (int i = -1022; i <= 1023; ++i) CHECK(log2_scalar(std::exp2(i)) == i);
+  CHECK(log2_scalar(infinity<double>) == infinity<double>);
+  CHECK(std::isnan(log2_scalar(std::numeric_limits<double>::quiet_NaN())));
 }
 
 TEST_CASE_TEMPLATE("tanh keeps its relative precision near 0 and saturates", T, float, double) {
@@ -761,30 +785,39 @@ TEST_CASE_TEMPLATE("softmax rows", T, float, double) {
         sum += p;
         value += p * static_cast<double>(k);
       }
-      const row_end end = finish_row<T>(row_max[j], row_sum[j], 1.0, -std::numeric_limits<double>::infinity());
-      CHECK(std::abs(static_cast<double>(out[j]) * end.factor - value / sum) < tolerance * 50);
-      CHECK(std::abs(lse_of(end, 1.0, MH_LSE_BASE2) - (top + std::log2(sum))) <=
+      const double total = static_cast<double>(row_sum[j]);
+      CHECK(std::abs(static_cast<double>(out[j]) / total - value / sum) < tolerance * 50);
+      CHECK(std::abs(lse_of(static_cast<double>(row_max[j]), total, 1.0, MH_LSE_BASE2) - (top + std::log2(sum))) <=
             tolerance * std::max(1.0, std::abs(top)));
     }
   }
 }
 
-TEST_CASE_TEMPLATE("the end of a row", T, float, double) {
+TEST_CASE("the end of a row") {
   const double none = -std::numeric_limits<double>::infinity();
-  const auto end = [](double top, double sum, double sink) {
-    return finish_row<T>(static_cast<T>(top), static_cast<T>(sum), 1.0, sink);
+  struct row_end {
+    double factor, total, lse;
   };
-  const auto lse = [](const row_end& e) { return lse_of(e, 1.0, MH_LSE_BASE2); };
+  const auto end = [](double top, double sum, double sink) -> row_end {
+    row_states rows{vec<double>(top), vec<double>(sum)};
+    const double share = add_sinks(rows, vec<double>(sink), 1.0).get(0), total = rows.total.get(0);
+    return {sum == 0 ? 0 : share / total, total, lse_of(rows.top.get(0), total, 1.0, MH_LSE_BASE2)};
+  };
   CHECK(end(-3e38, 0, none).factor == 0);
-  CHECK(lse(end(-3e38, 0, none)) == none);
+  CHECK(end(-3e38, 0, none).lse == none);
   CHECK(end(-3e38, 0, 2.0).factor == 0);
-  CHECK(lse(end(-3e38, 0, 2.0)) == doctest::Approx(2.0 * 1.4426950408889634));
+  CHECK(end(-3e38, 0, 2.0).lse == doctest::Approx(2.0 * 1.4426950408889634));
   CHECK(end(0, 4, none).factor == 0.25);
   CHECK(end(0, 3, 0.0).factor == 0.25);  // three keys and the sink, all equal
-  CHECK(lse(end(0, 3, 0.0)) == 2.0);
+  CHECK(end(0, 3, 0.0).lse == 2.0);
   CHECK(end(-5000, 1, 5000).factor == 0);  // a sink far above every key
+  CHECK(end(5000, 3, -5000).total == 3);   // and far below
   CHECK(end(-1e30, 7, none).total == 7);   // nothing of the sum is lost beside a large top
   CHECK(std::isnan(end(0, std::nan(""), none).factor));
+  for (const double sink : {std::nan(""), -none}) {
+    CHECK(std::isnan(end(0, 2, sink).factor));
+    CHECK(std::isnan(end(0, 2, sink).lse));
+  }
 }
 
 TEST_CASE_TEMPLATE("merge of states", D, f32, f64, bf16, f16) {

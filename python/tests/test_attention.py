@@ -127,10 +127,11 @@ def test_keys_behind_such_a_bias_count_nothing(lowest, q_len):
     np.testing.assert_allclose(got.lse, want.lse, 1e-5, 1e-6)
 
 
+@pytest.mark.parametrize("sink", [np.nan, np.inf])
 @pytest.mark.parametrize("q_len", [1, 20])
-def test_a_sink_that_is_nan_shows_in_its_head_alone(q_len):
+def test_a_sink_that_is_no_number_shows_in_its_head_alone(q_len, sink):
     q, k, v = tensors(1, 2, q_len, 8)
-    result = manyhead.attention(q, k, v, sinks=np.array([np.nan, 0.5]), return_lse=True, return_weights=True)
+    result = manyhead.attention(q, k, v, sinks=np.array([sink, 0.5]), return_lse=True, return_weights=True)
     for x in (result.out, result.lse, result.weights):
         assert np.isnan(x[:, 0]).all() and not np.isnan(x[:, 1]).any()
 

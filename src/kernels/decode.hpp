@@ -334,28 +334,39 @@ struct decode_task : step_weights<D> {
     return true;
   }
 
-  // What row r is multiplied with. Its state and lse are written.
-  MH_INLINE T end_row(int64_t r, int64_t head, int64_t query, T undo) const {
-    const T sum = xsimd::reduce_add(load(row_sums + r * w));
-    if (ends_count(c)) {
-      const T total = on_unit ? xsimd::reduce_add(load(row_totals + r * w)) : sum;
-      row_end e = finish_row<T>(row_max[r], total, c.exp_scale, sink_of<T>(c, head, task.chunk));
-      if (shift != nullptr && e.total != 0) e.top += static_cast<double>(shift[r]);
-      write_state<T>(c, task.batch, head, query, task.chunk, e);
-      const double rounding = total == sum ? 1.0 : static_cast<double>(total) / static_cast<double>(sum);
-      if (c.sinks != nullptr) return static_cast<T>(e.factor * undo * rounding);
+  // Sets `factor` to what the rows of n heads from h on are multiplied with. Their states or lse are written.
+  MH_INLINE void end_rows(int64_t h, int64_t n, const T* with_care, T* factor) const {
+    ended_rows<T, most_rows_at_once> ended;
+    int64_t count = 0;
+    for (; n > 0; --n, ++h) {
+      row_walk<char> to = rows_of_states<T>(c, task, kv_head + h, task.row_begin);
+      for (int64_t i = 0; i < rows; ++i, ++count) {
+        const int64_t r = h * padded_rows + i;
+        const T sum = xsimd::reduce_add(load(row_sums + r * w));
+        factor[count] = sum == T(0) ? T(0) : (with_care == nullptr ? T(1) : T(1) / with_care[i]) / sum;
+        if (!ends_count(c)) continue;
+        const T total = on_unit ? xsimd::reduce_add(load(row_totals + r * w)) : sum;
+        ended.top[count] = static_cast<double>(row_max[r]);
+        ended.total[count] = static_cast<double>(total);
+        ended.sum[count] = static_cast<double>(sum);
+        ended.sink[count] = sink_of<T>(c, (kv_head + h) * c.group + to.of.member, task.chunk);
+        ended.place[count] = (wanted >> i & 1U) != 0 ? to.at : nullptr;
+        to.step(c);
+      }
     }
-    return sum == T(0) ? T(0) : undo / sum;
+    if (!ends_count(c)) return;
+    ended.finish(c, count);
+    for (int64_t i = 0; shift != nullptr && i < count; ++i) ended.top[i] += static_cast<double>(shift[i]);
+    ended.write(c, count);
+    for (int64_t i = 0; c.sinks != nullptr && i < count; ++i)
+      factor[i] = static_cast<T>(ended.factor[i] / (with_care == nullptr ? 1 : static_cast<double>(with_care[i])));
   }
 
   __attribute__((noinline)) void end_rows_here() {
-    const int64_t count = heads, rows_of_head = rows;
-    for (int64_t h = 0, r = 0; h < count; ++h) {
+    end_rows(0, heads, nullptr, factors);
+    for (int64_t h = 0; h < heads; ++h) {
       row_walk<char> to = rows_of_results<D>(c, task, kv_head + h, task.row_begin);
-      for (int64_t i = 0; i < rows_of_head; ++i, ++r, to.step(c)) {
-        places[r] = reinterpret_cast<T*>(to.at);
-        factors[r] = end_row(r, (kv_head + h) * c.group + to.of.member, to.of.query, T(1));
-      }
+      for (int64_t r = h * rows; r < (h + 1) * rows; ++r, to.step(c)) places[r] = reinterpret_cast<T*>(to.at);
     }
   }
 
@@ -497,12 +508,13 @@ struct decode_task : step_weights<D> {
     // Stores of vectors may change members, for all that a compiler knows.
     const int64_t dims = v_dim, back = v_back, pairs = on_unit ? v_dim : D::pairs_apart && !c.copy_kv ? v_pairs : 0;
     const bool partial = c.chunks > 1, in_vectors = back == dims - c.v_dim && (partial || c.out_strides[3] == 1);
+    T factor[most_rows_at_once];
+    end_rows(h, 1, careful ? care : nullptr, factor);
     row_walk<char> to = rows_of_results<D>(c, task, kv_head + h, task.row_begin);
     for (int64_t i = 0; i < rows; ++i, to.step(c)) {
       if ((wanted >> i & 1U) == 0) continue;
       const int64_t r = h * padded_rows + i;
-      const vec<T> times(
-          end_row(r, (kv_head + h) * c.group + to.of.member, to.of.query, careful ? T(1) / care[i] : T(1)));
+      const vec<T> times(factor[i]);
       T* const values = out + r * dims;
       if (careful) limit_sums<T>(values, w, dims / w, times);
       void* const row = to.at;

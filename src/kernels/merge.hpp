@@ -18,28 +18,31 @@ void merge_rows(const merge_args* a, int64_t begin, int64_t end) {
     const int64_t query = row % a->q_len;
     const int64_t head = row / a->q_len % a->heads;
     const int64_t batch = row / a->q_len / a->heads;
+    struct row_state {
+      double top, total;
+    };
     // State s of the row, in its own units: an lse is a top with a total of 1.
-    const auto state = [&](int64_t s) -> row_end {
+    const auto state = [&](int64_t s) -> row_state {
       if (a->partial_states != nullptr) {
         const double* p = a->partial_states + 2 * (s * a->rows + row);
-        return {0, p[0], p[1]};
+        return {p[0], p[1]};
       }
       const double lse =
           static_cast<double>(static_cast<const T*>(a->lses)[s * a->lses_strides[0] + batch * a->lses_strides[1] +
                                                              head * a->lses_strides[2] + query * a->lses_strides[3]]);
-      return {0, lse, lse == -__builtin_inf() ? 0.0 : 1.0};
+      return {lse, lse == -__builtin_inf() ? 0.0 : 1.0};
     };
-    row_end merged{0, 0, 0};
+    row_state merged{0, 0};
     for (int64_t s = 0; s < a->states; ++s) {
-      const row_end x = state(s);
+      const row_state x = state(s);
       if (x.total == 0) continue;
       if (merged.total == 0 || x.top > merged.top || x.top != x.top) merged.top = x.top;
       merged.total = 1;
     }
     merged.total = 0;
-    const auto size = [&](const row_end& x) { return x.total * ::exp2((x.top - merged.top) * unit); };
+    const auto size = [&](const row_state& x) { return x.total * ::exp2((x.top - merged.top) * unit); };
     for (int64_t s = 0; s < a->states; ++s) {
-      const row_end x = state(s);
+      const row_state x = state(s);
       if (x.total != 0) merged.total += size(x);
     }
     const auto* outs = static_cast<const typename From::storage*>(a->outs) + batch * a->outs_strides[1] +
@@ -52,7 +55,7 @@ void merge_rows(const merge_args* a, int64_t begin, int64_t end) {
       alignas(64) T part[block] = {};
       const auto add_up = [&](T* to, double of_share) {
         for (int64_t s = 0; s < a->states; ++s) {
-          const row_end x = state(s);
+          const row_state x = state(s);
           if (x.total == 0) continue;
           const vec<T> share(static_cast<T>(size(x) / merged.total * of_share));
           widen_row<From>(outs + s * a->outs_strides[0] + d * a->outs_strides[4], a->outs_strides[4], n, part);
@@ -76,7 +79,7 @@ void merge_rows(const merge_args* a, int64_t begin, int64_t end) {
     }
     if (a->lse != nullptr) {
       static_cast<T*>(a->lse)[batch * a->lse_strides[0] + head * a->lse_strides[1] + query * a->lse_strides[2]] =
-          as_real<T>(lse_of(merged, unit, a->lse_base));
+          as_real<T>(lse_of(merged.top, merged.total, unit, a->lse_base));
     }
   }
 }

@@ -367,20 +367,66 @@ MH_INLINE double sink_of(const kernel_call& c, int64_t head, int64_t chunk) {
                                           : -__builtin_inf();
 }
 
-// Writes a finished row's state and lse where they are wanted.
+// Whether more is to be made of a row's maximum and sum than the factor of its result.
+MH_INLINE bool ends_count(const kernel_call& c) { return c.sinks != nullptr || c.lse != nullptr || c.chunks > 1; }
+
+// Where rows' lse go, or of a split their states; of neither nowhere.
 template <class T>
-MH_INLINE void write_state(const kernel_call& c, int64_t batch, int64_t head, int64_t query, int64_t chunk,
-                           const row_end& e) {
-  const int64_t index = row_index(c, batch, head, query);
+MH_INLINE row_walk<char> rows_of_states(const kernel_call& c, const kernel_task& task, int64_t kv_head, int64_t row) {
+  const int64_t head = kv_head * c.group;
   if (c.chunks > 1) {
-    double* const state = c.partial_states + 2 * (chunk * c.batch * c.heads * c.q_len + index);
-    state[0] = e.top;
-    state[1] = e.total;
-  } else if (c.lse != nullptr) {
-    static_cast<T*>(c.lse)[batch * c.lse_strides[0] + head * c.lse_strides[1] + query * c.lse_strides[2]] =
-        as_real<T>(lse_of(e, c.exp_scale, c.lse_base));
+    double* const states =
+        c.partial_states + 2 * (task.chunk * c.batch * c.heads * c.q_len + row_index(c, task.batch, head, 0));
+    constexpr int64_t size = 2 * sizeof(double);
+    return {c, row, reinterpret_cast<char*>(states), c.q_len * size, size};
   }
+  if (c.lse == nullptr) return {c, row, nullptr, 0, 0};
+  auto* lse = static_cast<T*>(c.lse) + task.batch * c.lse_strides[0] + head * c.lse_strides[1];
+  constexpr int64_t size = sizeof(T);
+  return {c, row, reinterpret_cast<char*>(lse), c.lse_strides[1] * size, c.lse_strides[2] * size};
 }
+
+// Up to N rows that end together.
+template <class T, int64_t N>
+struct ended_rows {
+  alignas(64) double top[N], total[N];  // states; totals are of weights before they were rounded,
+  alignas(64) double sum[N], sink[N];   // sums of those that values were multiplied with, -inf for no sink
+  alignas(64) double factor[N];         // what values are multiplied with, where there are sinks
+  void* place[N];                       // rows_of_states; NULL where nothing is to be written
+
+  MH_INLINE void finish(const kernel_call& c, int64_t count) {
+    constexpr int64_t w = lanes<double>;
+    static_assert(N % w == 0);
+    for (int64_t i = count; i < round_up<w>(count); ++i) top[i] = 0, total[i] = sum[i] = 1, sink[i] = 0;
+    for (int64_t i = 0; c.sinks != nullptr && i < count; i += w) {
+      const vec<double> of_keys = load(total + i), of_values = load(sum + i);
+      row_states rows{load(top + i), of_keys};
+      const vec<double> share = add_sinks(rows, load(sink + i), c.exp_scale);
+      rows.top.store_aligned(top + i);
+      rows.total.store_aligned(total + i);
+      const vec<double> none(0.0), one(1.0);
+      const vec<double> rounding = xsimd::select(of_keys == of_values, one, of_keys / of_values);
+      xsimd::select(of_keys == none, none, share / rows.total * rounding).store_aligned(factor + i);
+    }
+  }
+
+  MH_INLINE void write(const kernel_call& c, int64_t count) {
+    for (int64_t i = 0; c.chunks > 1 && i < count; ++i) {
+      if (place[i] == nullptr) continue;
+      double* const state = static_cast<double*>(place[i]);
+      state[0] = top[i];
+      state[1] = total[i];
+    }
+    if (c.chunks > 1 || c.lse == nullptr) return;
+    const auto set = [&](int64_t i, double lse) MH_INLINE_LAMBDA {
+      if (place[i] != nullptr) *static_cast<T*>(place[i]) = as_real<T>(lse);
+    };
+    if (count == 1) return set(0, lse_of(top[0], total[0], c.exp_scale, c.lse_base));  // waits for no memory
+    for (int64_t i = 0; i < count; i += lanes<double>)
+      lse_of({load(top + i), load(total + i)}, c.exp_scale, c.lse_base).store_aligned(top + i);
+    for (int64_t i = 0; i < count; ++i) set(i, top[i]);
+  }
+};
 
 // Where finished rows go: T of the partial results of a split, or the storage type of out.
 template <class D>
@@ -428,9 +474,6 @@ MH_INLINE T factor_of_care(int64_t keys) {
   return static_cast<T>(::exp2(-bits_needed));
 }
 
-// Whether more is to be made of a row's maximum and sum than the factor of its result.
-MH_INLINE bool ends_count(const kernel_call& c) { return c.sinks != nullptr || c.lse != nullptr || c.chunks > 1; }
-
 // Sets what care multiplies a row's weights with from now on: factor_of_care where values are not finite. False: nowhere.
 template <class T>
 __attribute__((noinline)) bool lower_weights(const panel<T>& x, int64_t v_dim, int64_t keys, T* care) {
@@ -460,26 +503,33 @@ MH_INLINE vec<typename D::real> end_rows(const kernel_call& c, const kernel_task
                                          row_walk<char>& r, void** place) {
   using T = typename D::real;
   constexpr int64_t w = lanes<T>;
-  const bool ends = ends_count(c);
   const vec<T> sum = vec<T>::load_aligned(x.row_sum + l0);
   vec<T> undo(T(1));
   if (care != nullptr) undo = undo / vec<T>::load_aligned(care + l0);
   const vec<T> factors = xsimd::select(sum == vec<T>(T(0)), vec<T>(T(0)), undo / sum);
-  alignas(64) T factor[w];
-  factors.store_aligned(factor);
   const int64_t count = min_of(w, x.count - l0);
-  for (int64_t l = 0; l < count; ++l, r.step(c)) {
-    place[l] = r.at;
-    if (!ends) continue;
-    const int64_t head = kv_head * c.group + r.of.member;
-    const T multiplied = x.row_sum[l0 + l], total = x.row_total[l0 + l];
-    row_end e = finish_row<T>(x.row_max[l0 + l], total, c.exp_scale, sink_of<T>(c, head, task.chunk));
-    if (care != nullptr && e.total != 0) e.top += static_cast<double>(care[panel_width<T> + l0 + l]);
-    const double rounding = total == multiplied ? 1.0 : static_cast<double>(total) / static_cast<double>(multiplied);
-    if (c.sinks != nullptr) factor[l] = static_cast<T>(e.factor / (care == nullptr ? 1 : care[l0 + l]) * rounding);
-    write_state<T>(c, task.batch, head, r.of.query, task.chunk, e);
+  for (int64_t l = 0; l < count; ++l, r.step(c)) place[l] = r.at;
+  if (!ends_count(c)) return factors;
+
+  ended_rows<T, w> ended;
+  for (int64_t l = 0; l < w; ++l) {
+    ended.top[l] = static_cast<double>(x.row_max[l0 + l]);
+    ended.total[l] = static_cast<double>(x.row_total[l0 + l]);
+    ended.sum[l] = static_cast<double>(x.row_sum[l0 + l]);
   }
-  return c.sinks != nullptr ? load(factor) : factors;
+  row_walk<char> to = rows_of_states<T>(c, task, kv_head, x.row + l0);
+  for (int64_t l = 0; l < count; ++l, to.step(c)) {
+    ended.place[l] = to.at;
+    ended.sink[l] = sink_of<T>(c, kv_head * c.group + to.of.member, task.chunk);
+  }
+  ended.finish(c, count);
+  for (int64_t l = 0; care != nullptr && l < w; ++l) ended.top[l] += static_cast<double>(care[panel_width<T> + l0 + l]);
+  ended.write(c, count);
+  if (c.sinks == nullptr) return factors;
+  alignas(64) T factor[w] = {};
+  for (int64_t l = 0; l < count; ++l)
+    factor[l] = static_cast<T>(ended.factor[l] / (care == nullptr ? 1 : static_cast<double>(care[l0 + l])));
+  return load(factor);
 }
 
 // Divides, transposes and stores a panel. False: something is not finite. care: see end_rows.

@@ -109,49 +109,38 @@ struct softmax_rows {
   }
 };
 
-// Where a row ends: what its values are multiplied with, and its state (kernel_api.hpp: partial_states).
-struct row_end {
-  double factor;
-  double top, total;
+// States of rows (kernel_api.hpp: partial_states).
+struct row_states {
+  vec<double> top, total;
 };
 
-// a * b + c, rounded once where the instruction set can: left to themselves, compilers do so in one place and not in another,
-// and a row must end with the same bits wherever it does.
-MH_INLINE double multiply_add(double a, double b, double c) {
-#if defined(__FMA__) || defined(__aarch64__)
-  return __builtin_fma(a, b, c);
-#else
-  return a * b + c;
-#endif
+// Takes a sink into a row's state: natural units, -inf for none. total: of its keys' weights, 0 for none. Returns what these count
+// for beside the new total: 1, less where the sink is the highest of all, 0 without keys.
+MH_INLINE vec<double> add_sinks(row_states& rows, vec<double> sink, double exp_scale) {
+  using B = vec<double>;
+  const B zero(0.0), one(1.0);
+  const auto no_keys = rows.total == zero;
+  // What is higher has a weight of exactly 1, so that no rounding of a large sink counts.
+  const B score = sink / B(exp_scale * ln2), difference = (score - rows.top) * B(exp_scale);
+  const auto below = xsimd::bitwise_andnot(score <= rows.top, no_keys);
+  const B lower = exp2_of<double>(xsimd::select(below, difference, -difference));
+  const B share = xsimd::select(no_keys, zero, xsimd::select(below, one, lower));
+  const B above = xsimd::fma(rows.total, share, one + (sink - sink));  // NaN for a sink that is infinite or NaN
+  const auto none = sink == B(-__builtin_inf());
+  rows.total = xsimd::select(none, rows.total, xsimd::select(below, rows.total + lower, above));
+  rows.top = xsimd::select(none | below, rows.top, score);
+  return xsimd::select(none & !no_keys, one, share);
 }
 
-// top: the row's maximum in score units, a T; sum: of its weights, 0 for none; sink: natural units, -inf for none.
-template <class T>
-MH_INLINE row_end finish_row(T top, T sum, double exp_scale, double sink) {
-  const bool has_keys = sum > 0 || sum != sum;
-  double high = static_cast<double>(top);
-  double total = has_keys ? static_cast<double>(sum) : 0;
-  double share = 1;                // what the weights so far count relative to high
-  if (sink != -__builtin_inf()) {  // NaN too, which shows
-    // What is higher has a weight of exactly 1, so that no rounding of a large sink counts.
-    const double score = sink / (exp_scale * ln2);
-    if (has_keys && score <= high) {
-      total += ::exp2((score - high) * exp_scale);
-    } else {
-      share = has_keys ? ::exp2((high - score) * exp_scale) : 0;
-      total = multiply_add(total, share, 1 + (sink - sink));  // NaN for an infinite one
-      high = score;
-    }
-  }
-  if (total == 0) return {0, 0, 0};
-  return {has_keys ? share / total : 0, high, total};
-}
-
-MH_INLINE double lse_of(const row_end& e, double exp_scale, int32_t base) {
-  if (e.total == 0) return -__builtin_inf();
+// Of rows with these states; of empty ones -inf.
+MH_INLINE vec<double> lse_of(const row_states& rows, double exp_scale, int32_t base) {
   // Each by itself: a top near the largest double would run over in units of log2.
   const double unit = base == MH_LSE_BASE2 ? 1 : ln2;
-  return multiply_add(e.top, exp_scale * unit, ::log2(e.total) * unit);
+  const vec<double> lse = xsimd::fma(rows.top, vec<double>(exp_scale * unit), log2_of(rows.total) * vec<double>(unit));
+  return xsimd::select(rows.total == vec<double>(0.0), vec<double>(-__builtin_inf()), lse);
+}
+MH_INLINE double lse_of(double top, double total, double exp_scale, int32_t base) {
+  return lse_of({vec<double>(top), vec<double>(total)}, exp_scale, base).get(0);
 }
 
 }  // namespace
