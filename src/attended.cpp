@@ -15,7 +15,7 @@ key_range attended_keys(const problem& p, int64_t i) {
   return {begin, std::max(begin, std::min(keys, r.end))};
 }
 
-bool has_even_rows(const problem& p) { return !p.causal && p.window_left < 0 && p.window_right < 0; }
+bool has_even_rows(const problem& p) { return !p.causal && !p.has_window(); }
 
 double attended_pairs(const problem& p) {
   if (has_even_rows(p)) return static_cast<double>(p.q_len) * static_cast<double>(p.kv_len);
@@ -31,15 +31,15 @@ double attended_pairs(const problem& p) {
 
 // Of the tiles of a panel's rows and block_kv keys; of very many panels one stands for its neighbours.
 double share_skipped(const problem& p, int64_t panel_rows, int64_t block_kv) {
-  const int64_t group = p.group();
+  const int64_t group = p.group(), rows = group * p.q_len;
   const int64_t tiles = blocks(p.kv_len, block_kv);
   if (tiles == 0 || p.q_len == 0) return 0;
   double used = 0;
   int64_t panels = 0;
-  const int64_t step = panel_rows * (1 + p.q_len * group / (panel_rows * 65536));
-  for (int64_t row = 0; row < p.q_len * group; row += step, ++panels) {
+  const int64_t step = panel_rows * (1 + rows / (panel_rows * 65536));
+  for (int64_t row = 0; row < rows; row += step, ++panels) {
     const int64_t first = row / group;
-    const int64_t last = (std::min(row + panel_rows, p.q_len * group) - 1) / group;
+    const int64_t last = (std::min(row + panel_rows, rows) - 1) / group;
     const int64_t begin = attended_keys(p, first).begin;
     const int64_t end = p.extra_keys > 0 ? p.kv_len : attended_keys(p, last).end;
     const int64_t skipped = begin / block_kv;

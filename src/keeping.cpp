@@ -18,7 +18,7 @@ keeping how_to_keep(const problem& p, int64_t chunks, int64_t l2_bytes) {
   constexpr int64_t few_rows = 16;
   if ((p.outputs & of_kept_scores) == 0) return keeping::nothing;
   const int64_t most_rows = 4 * l2_bytes / kept_row_bytes(p);
-  const bool of_all = p.batch * p.heads * p.q_len <= most_rows || (chunks > 1 && p.group() * p.q_len <= few_rows);
+  const bool of_all = p.batch * p.heads * p.q_len <= most_rows || (chunks > 1 && p.rows() <= few_rows);
   return of_all ? keeping::of_all : keeping::of_task;
 }
 
@@ -63,7 +63,7 @@ void choose_keeping(plan& plan, int64_t l2_bytes) {
   if (plan.keeps == keeping::of_task) plan.kept_rows = rows_kept(plan, l2_bytes) + plan.last_rows;
   plan.weighed_rows = rows_weighed(plan);
   const bool by_blocks = plan.keeps == keeping::of_task || p.has_output(MH_OUTPUT_COLUMN_SUMS);
-  const int64_t rows = p.group() * p.q_len;
+  const int64_t rows = p.rows();
   plan.weighed_blocks = blocks(by_blocks ? rows - plan.last_rows : rows, plan.weighed_rows);
 }
 

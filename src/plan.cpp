@@ -31,7 +31,7 @@ constexpr int64_t split_keys = 512;
 // to 0.98 and 0.98 to 1.03: not for them.
 void choose_blocks(plan& plan, int64_t l2_bytes) {
   const problem& p = plan.p;
-  const int64_t whole_rows = p.group() * p.q_len - plan.last_rows, at_least = std::max<int64_t>(whole_rows, 1);
+  const int64_t whole_rows = p.rows() - plan.last_rows, at_least = std::max<int64_t>(whole_rows, 1);
   if (plan.kernel == route_decode) {
     plan.block_q = at_least;
   } else {
@@ -148,7 +148,7 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cp
   plan plan{};
   plan.p = p;
   plan.table = &table;
-  const int64_t rows = p.group() * p.q_len, element = dtype_size(p.dtype);
+  const int64_t rows = p.rows(), element = dtype_size(p.dtype);
   const double pairs = attended_pairs(p);
   choose_route(plan, pairs, core);
 

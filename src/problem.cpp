@@ -161,7 +161,7 @@ void check_positions(problem& p) {
     }
     p.window_left = p.window_right = -1;
   }
-  const bool window = p.window_left >= 0 || p.window_right >= 0;
+  const bool window = p.has_window();
   p.flags = window ? p.flags | MH_FLAG_WINDOW : p.flags & ~MH_FLAG_WINDOW;
 
   const bool array = p.has_input(MH_INPUT_Q_OFFSET);

@@ -26,7 +26,9 @@ struct problem : mh_problem {
   bool is_f64() const noexcept { return dtype == MH_DTYPE_F64; }
   bool has_input(uint32_t bit) const noexcept { return (inputs & bit) != 0; }
   bool has_output(uint32_t bit) const noexcept { return (outputs & bit) != 0; }
+  bool has_window() const noexcept { return window_left >= 0 || window_right >= 0; }
   int64_t group() const noexcept { return heads / kv_heads; }  // query heads that share a kv head
+  int64_t rows() const noexcept { return group() * q_len; }    // of a kv head
 };
 
 // The only checks of a problem: struct_size, enums, flag bits, ranges, divisibility, overflow of every shape and of

@@ -262,12 +262,11 @@ problem_text to_text(const problem& p) noexcept {
   text << " q" << p.q_len << " kv" << p.kv_len << " d" << p.head_dim;
   if (p.v_dim != p.head_dim) text << " v" << p.v_dim;
   if (p.causal) text << " causal";
-  const bool window = p.window_left >= 0 || p.window_right >= 0;
-  const bool positions = p.causal || window || p.has_input(MH_INPUT_ALIBI);
+  const bool positions = p.causal || p.has_window() || p.has_input(MH_INPUT_ALIBI);
   if (p.align == MH_ALIGN_TOP_LEFT && positions && p.q_len != p.kv_len - p.extra_keys) text << " align=tl";
   if (p.align == MH_ALIGN_BOTTOM_RIGHT) text << " align=br";
   if (p.align == MH_ALIGN_OFFSET && !p.has_input(MH_INPUT_Q_OFFSET)) text << " align=off:" << p.q_offset;
-  if (window) text << " window=" << p.window_left << "," << p.window_right;
+  if (p.has_window()) text << " window=" << p.window_left << "," << p.window_right;
   if (p.softcap != 0) text << " softcap=" << p.softcap;
   if (p.scale != default_scale(p.head_dim)) text << " scale=" << p.scale;
   if (p.has_input(MH_INPUT_ALIBI)) text << (p.alibi_mode == MH_ALIBI_SIGNED ? " alibi=signed" : " alibi");

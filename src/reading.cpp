@@ -19,7 +19,6 @@
 namespace manyhead {
 namespace {
 
-int64_t rows_of_step(const problem& p) { return p.group() * p.q_len; }
 bool is_widened(const problem& p) { return dtype_size(p.dtype) == 2; }
 
 // Whether what lies in half of L3 is better not asked for, by decode.
@@ -33,7 +32,7 @@ bool comes_unasked(cpu_core core, const plan& plan, footprint of) {
   if (plan.kernel != route_decode || of.l3s() >= 0.5) return false;
   const problem& p = plan.p;
   const bool wide = plan.table->lanes >= 16;
-  const int64_t rows = rows_of_step(p);
+  const int64_t rows = p.rows();
   switch (core) {
     case cpu_core::zen5:
       return !is_widened(p);
@@ -68,7 +67,7 @@ bool has_heads_to_follow(const problem& p) {
 //   1.0 to 1.09, but three and four of rows beyond 256 bytes 0.93 to 1.0; what lies further away 0.87 to 0.98 on one thread.
 bool asks_for_own(cpu_core core, const problem& p, double l3s) {
   if (!has_rows_in_order(p) && !(core == cpu_core::zen5 && has_heads_to_follow(p))) return false;
-  const int64_t rows = rows_of_step(p);
+  const int64_t rows = p.rows();
   const bool large = std::max(p.head_dim, p.v_dim) * dtype_size(p.dtype) > 256, as_four = rows == 3 || rows == 4;
   return core == cpu_core::zen5 || (core == cpu_core::intel && l3s <= 1 / 3.0 && !(large && as_four));
 }
@@ -79,21 +78,21 @@ bool asks_for_own(cpu_core core, const problem& p, double l3s) {
 bool asks_in_order(cpu_core core, const plan& plan) {
   const int64_t most_at_once = plan.unit_steps ? 8 : 4;
   if (core != cpu_core::zen5) return false;
-  return (rows_of_step(plan.p) <= most_at_once && has_rows_in_order(plan.p)) || has_heads_to_follow(plan.p);
+  return (plan.p.rows() <= most_at_once && has_rows_in_order(plan.p)) || has_heads_to_follow(plan.p);
 }
 
 // Whether 16 bits are asked for into L1. On Zen 4 such lines are late from memory (into L2 1.35 to 2.1 times as fast, heads of 32
 // 0.9). Nor where tiles are larger than L1 (route.cpp: decode_keys), but on Zen 5 from memory: 1.15 to 1.2.
 bool asks_into_l1(cpu_core core, const plan& plan, bool from_memory) {
   if (core == cpu_core::zen4) return false;
-  return (core == cpu_core::zen5 && from_memory) || !(plan.unit_steps && rows_of_step(plan.p) <= 2);
+  return (core == cpu_core::zen5 && from_memory) || !(plan.unit_steps && plan.p.rows() <= 2);
 }
 
 // Whether four rows take whole rows of V in two passes of two: with own rows asked for, and on Zen 5 by pairs from memory (1.07 to
 // 1.12 times as fast).
 bool takes_whole_v_rows(cpu_core core, const plan& plan, bool from_memory) {
   if (!is_widened(plan.p)) return plan.asks_own;
-  return core == cpu_core::zen5 && from_memory && plan.unit_steps && rows_of_step(plan.p) <= 4;
+  return core == cpu_core::zen5 && from_memory && plan.unit_steps && plan.p.rows() <= 4;
 }
 
 // Whether decode with AVX-512 does 3 rows more than whole fours as four: on Intel's in all types 1.04 to 1.25 times as fast (in cache
@@ -114,7 +113,7 @@ bool adds_rows(cpu_core core, const plan& plan) {
 // bring no more than 256 KB, 1.04 on one thread and two (19 shapes, 0.95 to 1.25; of 512 KB 0.77 to 1.0).
 void set_turns(plan& plan, bool from_memory) {
   const problem& p = plan.p;
-  const int64_t rows = rows_of_step(p), element = dtype_size(p.dtype);
+  const int64_t rows = p.rows(), element = dtype_size(p.dtype);
   plan.k_turn = usual_k_turn;
   plan.v_turn = usual_v_turn;
   if (!plan.asks_in_order || rows > 4) return;
@@ -165,7 +164,7 @@ int64_t heads_of_task(const plan& plan, bool in_l2, int64_t l2_bytes) {
 
 void choose_reading(plan& plan, cpu_core core, footprint of) {
   const problem& p = plan.p;
-  const bool arithmetic = rows_of_step(p) > 1 || is_widened(p);
+  const bool arithmetic = p.rows() > 1 || is_widened(p);
   const bool in_l2 = of.l2s() <= 1, from_memory = of.l3s() > 0.5;
   plan.prefetch = !comes_unasked(core, plan, of) && of.l2s() > (arithmetic ? 1 : 4);
   plan.asks_own = asks_for_own(core, p, of.l3s());

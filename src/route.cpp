@@ -42,7 +42,7 @@ double decode_gain(const problem& p, int64_t lanes) {
 // than 16 rows those that fill no vector are left to decode (last_rows_of), which in f32 is faster than all of them: on Zen 4,
 // heads of 64 to 256, 17 to 24 rows 0.94 to 1.23, geometric mean 1.04 (bf16, whose K and V the tile route copies, 0.87 to 1.01).
 bool goes_to_decode(const problem& p, int64_t lanes) {
-  const int64_t rows = p.group() * p.q_len;
+  const int64_t rows = p.rows();
   const double even = even_rows(p, lanes) * decode_gain(p, lanes);
   if (rows > most_decode_rows) return false;
   if (rows <= lanes) return static_cast<double>(rows) <= even;
@@ -67,7 +67,7 @@ bool unit_takes_scores(const problem& p) {
 // most prompts of heads of 64 run on it from 128 x 128 on and of heads of 32 from 256 x 256; lengths a little above a
 // multiple of 32 need more (144 x 144 does not, 300 x 300 does), and heads of 40 never do.
 bool goes_to_unit(const problem& p, const dtype_kernels& kernels, double pairs_of_head) {
-  const int64_t rows = p.group() * p.q_len, dims = p.head_dim + p.v_dim;
+  const int64_t rows = p.rows(), dims = p.head_dim + p.v_dim;
   if (rows < kernels.matrix_rows || p.kv_len < kernels.matrix_keys) return false;
   if (!unit_takes_scores(p)) return false;
   if (p.dtype != MH_DTYPE_F32) return true;
@@ -99,7 +99,7 @@ bool steps_by_pairs(const problem& p) {
   constexpr int64_t few_keys = 16;
   const bool whole = has_whole_steps(p);
   const int64_t most_rows = whole ? 28 : 20, most_rows_of_few_keys = whole ? 8 : 0;
-  return p.group() * p.q_len <= (p.kv_len < few_keys ? most_rows_of_few_keys : most_rows);
+  return p.rows() <= (p.kv_len < few_keys ? most_rows_of_few_keys : most_rows);
 }
 
 // Whether a step of few rows is the decode route's with the unit's products (decode_unit.hpp). Measured on one thread of an
@@ -111,7 +111,7 @@ bool steps_by_pairs(const problem& p) {
 bool steps_on_unit(const problem& p, const dtype_kernels& kernels) {
   if (!has_heads_for(static_cast<how_unit_steps>(kernels.unit_steps), p) || !unit_takes_scores(p)) return false;
   if (kernels.unit_steps == steps_of_pairs) return steps_by_pairs(p);
-  const int64_t rows = p.group() * p.q_len;
+  const int64_t rows = p.rows();
   const bool large = p.head_dim + p.v_dim > 256;
   return rows >= (large ? 6 : 3) && rows <= (large ? 16 : 24) && p.kv_len >= kernels.matrix_keys;
 }
@@ -147,8 +147,8 @@ bool needs_copy(const problem& p, route kernel, int64_t lanes) {
   if ((p.k_strides[3] != 1 && p.head_dim > 1) || (p.v_strides[3] != 1 && p.v_dim > 1)) return true;
   if (kernel == route_decode) return shorter_than(p, lanes);
   const int64_t size = dtype_size(p.dtype);
-  return p.group() * p.q_len >= copying_rows && (are_apart(crowding_bytes, p.k_strides[2], p.head_dim, size) ||
-                                                 are_apart(crowding_bytes, p.v_strides[2], p.v_dim, size));
+  return p.rows() >= copying_rows && (are_apart(crowding_bytes, p.k_strides[2], p.head_dim, size) ||
+                                      are_apart(crowding_bytes, p.v_strides[2], p.v_dim, size));
 }
 
 // Whether the last rows of a head go by pairs (steps_by_pairs). Zen 4, bf16, 33 to 155 tokens, heads of 64 and 128: 1 row 0.98 to
@@ -169,7 +169,7 @@ bool last_by_pairs(const plan& plan) {
 int64_t last_rows_of(const plan& plan, int64_t lanes, cpu_core core) {
   const problem& p = plan.p;
   const bool matrix = plan.kernel == route_matrix;
-  const int64_t grain = matrix ? plan.panel_rows : lanes, rows = p.group() * p.q_len;
+  const int64_t grain = matrix ? plan.panel_rows : lanes, rows = p.rows();
   // Not by strides, on which no bit of a result depends.
   if (plan.kernel == route_decode || shorter_than(p, lanes) || rows < grain || lanes <= 4) return 0;
   const int64_t last = rows % grain;
@@ -194,7 +194,7 @@ void choose_route(plan& plan, double pairs, cpu_core core) {
                                                               : route_tile;
   const bool by_tiles = plan.unit_steps && kernels.unit_steps == steps_of_tiles;
   plan.block_kv = by_tiles                      ? unit_rows
-                  : plan.kernel == route_decode ? decode_keys(p, p.group() * p.q_len, plan.unit_steps)
+                  : plan.kernel == route_decode ? decode_keys(p, p.rows(), plan.unit_steps)
                                                 : keys_of_tile[plan.kernel];
   plan.copy_kv = needs_copy(p, plan.kernel, lanes);
   plan.panel_rows = plan.kernel == route_matrix ? unit_rows : plan.table->panel_rows[p.is_f64()];
@@ -206,7 +206,7 @@ void choose_route(plan& plan, double pairs, cpu_core core) {
 // entries are padded.
 int64_t most_keys_on_unit(const problem& p, const dtype_kernels& kernels) {
   constexpr int64_t most_bytes = 16 << 20;
-  if (kernels.unit_steps != steps_of_pairs || p.group() * p.q_len > 2) return std::numeric_limits<int64_t>::max();
+  if (kernels.unit_steps != steps_of_pairs || p.rows() > 2) return std::numeric_limits<int64_t>::max();
   return most_bytes / (p.kv_heads * (p.head_dim + p.v_dim) * dtype_size(p.dtype));
 }
 

@@ -103,7 +103,7 @@ task_cut cut_for(const plan& plan, int64_t workers) {
   c.together = blocks(kv_heads, parts);
   c.entry_parts = blocks(kv_heads, c.together);
   c.heads = plan.entries * c.entry_parts;
-  const int64_t rows = plan.p.group() * plan.p.q_len - plan.last_rows, panel = plan.panel_rows;
+  const int64_t rows = plan.p.rows() - plan.last_rows, panel = plan.panel_rows;
   const int64_t all_panels = c.heads * blocks(rows, panel) * plan.chunks;
   const int64_t block_panels = blocks(plan.block_q, panel);
   const auto cut = [&](int64_t most) {
@@ -202,7 +202,7 @@ double schedule::cost_of(int64_t position) const {
   const bool weighs = plan_.keeps == keeping::of_task;
   const int64_t chunk_begin = weighs ? 0 : t.chunk * plan_.chunk_keys;
   const int64_t chunk_end = weighs ? p.kv_len : chunk_begin + plan_.chunk_keys;
-  const int64_t last = t.row_end == p.group() * p.q_len ? plan_.last_rows : 0, whole = t.row_end - last;
+  const int64_t last = t.row_end == p.rows() ? plan_.last_rows : 0, whole = t.row_end - last;
   double cost = 0;
   for (int64_t row = t.row_begin; row < t.row_end;) {
     const int64_t end = row < whole ? std::min(row + panel, whole) : t.row_end;

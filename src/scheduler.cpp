@@ -134,7 +134,7 @@ int64_t weights_tasks(const plan& plan) {
   return plan.keeps == keeping::of_all ? row_tasks(plan, plan.weighed_blocks, means(plan.p)) : 0;
 }
 row_blocks scores_blocks(const plan& plan) {
-  const int64_t all = plan.p.group() * plan.p.q_len, rows = scores_block_q(plan);
+  const int64_t all = plan.p.rows(), rows = scores_block_q(plan);
   return {blocks(all, rows), rows, all};
 }
 int64_t scores_tasks(const plan& plan) {
@@ -234,7 +234,7 @@ struct job {
   void keep_of_all(kernel_task& t) const {
     t.kept_head = c.rows * c.kept_pitch;
     const int64_t from = (t.batch * c.kv_heads + t.kv_head_begin) * t.kept_head;
-    t.kept = kept + from * (plan.p.is_f64() ? 8 : 4);
+    t.kept = kept + from * real_size(plan.p.dtype);
   }
 
   // Task `now` of row_tasks.

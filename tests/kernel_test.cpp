@@ -308,7 +308,7 @@ void check_line(const problem_line& line) {
     const std::string where = line.text + " @" + table->isa + ": ";
     const dtype_kernels& kernels = table->dtype[c.p.dtype];
     if (line.on_unit && has_unit(table)) {
-      const bool few = c.p.group() * c.p.q_len <= 24;  // which not all units take
+      const bool few = c.p.rows() <= 24;  // which not all units take
       CHECK_MESSAGE((few ? large.unit_steps == (kernels.unit_steps != 0) : large.kernel == route_matrix),
                     where << "not on the matrix unit");
     }
@@ -357,7 +357,7 @@ TEST_CASE("problems that fill its tiles take the matrix unit where there is one"
                              "f32 b1 h8 q128 kv128 d64", "f32 b1 h8 q120 kv256 d64", "f32 b1 h8 q224 kv224 d32"}) {
       const problem p = test_case(parse_problem(line), false).p;
       const dtype_kernels& kernels = table->dtype[p.dtype];
-      const int64_t rows = p.group() * p.q_len;
+      const int64_t rows = p.rows();
       const bool has_unit = kernels.attention[route_matrix] != nullptr && rows >= kernels.matrix_rows;
       const bool as_steps = kernels.unit_steps != 0 && rows <= 24 && p.head_dim % 32 == 0;
       CHECK(route_of(line) == (as_steps ? route_decode : has_unit ? route_matrix : route_tile));
@@ -530,7 +530,7 @@ TEST_CASE("what keys hold changes no bit of rows that do not attend them") {
         });
         // Of each head two keys that fewest rows attend, of one of them some do.
         std::set<std::array<int64_t, 3>> changed;
-        const int64_t rows = c.p.group() * c.p.q_len;
+        const int64_t rows = c.p.rows();
         const auto row_attends = [&](int64_t b, int64_t kv_head, int64_t row, int64_t key) {
           return attends(c.p, c.t, b, kv_head * c.p.group() + row / c.p.q_len, row % c.p.q_len, key);
         };
@@ -736,7 +736,7 @@ TEST_CASE("heads that share a task have the bits that they have alone") {
           if (head == 1) finite += std::isfinite(value);
           if (head != 1) CHECK(std::isfinite(value));
         });
-        const auto head_size = static_cast<size_t>(c.p.batch * c.p.group() * c.p.q_len * c.p.v_dim);
+        const auto head_size = static_cast<size_t>(c.p.batch * c.p.rows() * c.p.v_dim);
         CHECK(zeros == head_size);
         CHECK((finite > 0 && finite < head_size));
       }

@@ -97,7 +97,7 @@ TEST_CASE("a plan covers its problem") {
         const plan a = make_plan(p, *table, cache);
         CAPTURE(line.text);
         CHECK(describe(a, true) == describe(make_plan(p, *table, cache), true));  // same input, same plan
-        const int64_t rows = p.group() * p.q_len;
+        const int64_t rows = p.rows();
         CHECK((a.block_q >= 1 && a.block_kv >= 1 && a.chunks >= 1));
         const int64_t whole = rows - a.last_rows;
         CHECK((a.last_rows >= 0 && (a.last_rows == 0 || whole > 0) && a.last_rows <= most_decode_rows));
@@ -412,7 +412,7 @@ TEST_CASE("skipped tiles and attended pairs are counted right") {
     const problem& p = plan.p;
     CAPTURE(describe(plan, false));
     double pairs = 0, used = 0;
-    const int64_t tiles = (p.kv_len + plan.block_kv - 1) / plan.block_kv, rows = p.group() * p.q_len;
+    const int64_t tiles = (p.kv_len + plan.block_kv - 1) / plan.block_kv, rows = p.rows();
     const int64_t panel = std::min(plan.block_q, plan.panel_rows);
     int64_t panels = 0;
     for (int64_t begin = 0; begin < rows; begin += panel, ++panels) {

@@ -233,7 +233,7 @@ TEST_CASE("tasks that make weights cover each row once, and of means whole queri
       const plan plan = make_plan(problem_of(text), *table, l2);
       const problem& p = plan.p;
       REQUIRE(plan.keeps == keeping::of_task);
-      const int64_t rows = p.group() * p.q_len;
+      const int64_t rows = p.rows();
       const int64_t tasks = schedule(plan, 1).tasks();
       for (const int64_t workers : {1, 2, 16, 1000}) {
         INFO(std::string(text), " ", std::string(table->isa), " ", workers);

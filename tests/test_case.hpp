@@ -457,7 +457,7 @@ struct test_case {
       for (int64_t g = 0; g < p.kv_heads; ++g)
         for (int64_t j = 0; j < p.kv_len; ++j) {
           int64_t rows = 0;
-          for (int64_t r = 0; r < p.group() * p.q_len; ++r)
+          for (int64_t r = 0; r < p.rows(); ++r)
             rows += attends(p, t, b, g * p.group() + r % p.group(), r / p.group(), j);
           f(b, g, j, rows);
         }
@@ -476,7 +476,7 @@ struct test_case {
   // NaN and inf where some rows look, if masks leave such keys; NaN in biases where another mask hides the slot.
   void poison_keys() {
     each_key([&](int64_t b, int64_t g, int64_t j, int64_t rows) {
-      if (rows == p.group() * p.q_len) return;
+      if (rows == p.rows()) return;
       if (j % 5 == 1) v.set({b, g, j, j % std::max<int64_t>(1, p.v_dim / 2)}, j % 2 ? std::nan("") : HUGE_VAL);
       if (j == 7 || j == p.kv_len / 6) k.set({b, g, j, j % p.head_dim}, std::nan(""));  // each takes whole rows
     });
