@@ -97,10 +97,7 @@ mh_exec read_exec(const mh_exec* user) {
   return exec;
 }
 
-mh_merge read_merge(const mh_merge* user) {
-  if (user == nullptr) invalid("merge is NULL");
-  return read_struct(user, offsetof(mh_merge, outs_strides), "merge");
-}
+mh_merge read_merge(const mh_merge* user) { return read_struct(user, offsetof(mh_merge, outs_strides), "merge"); }
 
 void run(const manyhead::plan& plan, const mh_tensors* tensors, const mh_exec* exec) {
   if (tensors == nullptr) invalid("tensors is NULL");

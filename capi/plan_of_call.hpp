@@ -29,7 +29,6 @@ inline plan new_plan(const mh_problem& problem, const kernel_table& table) {
 class plan_of_call {
  public:
   explicit plan_of_call(const mh_problem* problem) {
-    if (problem == nullptr) invalid("problem is NULL");
     if (is_of_this_version(problem)) {
       find(*problem);
     } else {
