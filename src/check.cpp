@@ -113,6 +113,11 @@ array checked_array(const char* name, const void* data, int64_t element, std::in
 
 bool is_empty(const array& a) noexcept { return std::count(a.dims, a.dims + a.rank, 0) != 0; }
 
+bool is_same(const array& a, const array& b) noexcept {
+  return a.data == b.data && std::equal(a.dims, a.dims + a.rank, b.dims) &&
+         std::equal(a.strides, a.strides + a.rank, b.strides);
+}
+
 bool reach(const array& a, int64_t& lowest, int64_t& highest) noexcept {
   lowest = highest = 0;
   if (is_empty(a)) return true;

@@ -92,6 +92,7 @@ array checked_array(const char* name, const void* data, int64_t element, std::in
                     const int64_t* strides, bool taken);
 
 bool is_empty(const array& a) noexcept;
+bool is_same(const array& a, const array& b) noexcept;  // in memory, shape and strides
 
 // Bytes from the first named element (all indices 0) to the lowest and to the highest one. False on overflow.
 bool reach(const array& a, int64_t& lowest, int64_t& highest) noexcept;

@@ -41,10 +41,6 @@ array lse_array(const mh_merge& m, const char* name, const void* data, const int
   return checked(m, name, data, real_size(m.dtype), {m.batch, m.heads, m.q_len}, strides);
 }
 
-bool same(const array& a, const array& b) {
-  return a.data == b.data && std::equal(a.strides, a.strides + a.rank, b.strides);
-}
-
 struct rows_work {
   merge_fn merge;
   merge_args args;
@@ -131,8 +127,8 @@ void merge_state(const mh_merge& m, const mh_exec& exec, const void* out_a, cons
                         lse_array(m, "lse_b", lse_b, m.lses_strides + 1)};
   // State a may be updated in place: the kernel reads a row of all states before it writes that row.
   for (int i = 0; i < 2; ++i) {
-    if (i != 0 || !same(to.out, outs[i])) check_apart(to.out, outs[i]);
-    if (i != 0 || !same(to.lse, lses[i])) check_apart(to.lse, lses[i]);
+    if (i != 0 || !is_same(to.out, outs[i])) check_apart(to.out, outs[i]);
+    if (i != 0 || !is_same(to.lse, lses[i])) check_apart(to.lse, lses[i]);
     check_apart(to.out, lses[i]);
     check_apart(to.lse, outs[i]);
   }

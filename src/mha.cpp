@@ -207,11 +207,6 @@ class scratch_layout {
   int64_t bytes_ = 0;
 };
 
-bool same_view(const array& a, const array& b) {
-  return a.data == b.data && std::equal(a.dims, a.dims + a.rank, b.dims) &&
-         std::equal(a.strides, a.strides + a.rank, b.strides);
-}
-
 // [batch, rows, columns] from one place to another, for arrays that products do not take as they are.
 template <class Element>
 void copy_rows(const Element* from, const int64_t* from_strides, Element* to, const int64_t* to_strides,
@@ -340,7 +335,7 @@ class layer final : public mha {
     layout.add(k, "the projection of x_k", c.batch, keys, k_.out());
     layout.add(v, "the projection of x_v", c.batch, keys, v_.out());
     if (projects) layout.add(heads, "the heads' results", c.batch, c.q_len, out_.in());
-    const bool k_is_q = same_view(a.x_k, a.x_q), v_is_k = same_view(a.x_v, a.x_k), v_is_q = same_view(a.x_v, a.x_q);
+    const bool k_is_q = is_same(a.x_k, a.x_q), v_is_k = is_same(a.x_v, a.x_k), v_is_q = is_same(a.x_v, a.x_q);
     const auto add_copy = [&layout](rows_view<Element>& copy, const array& x) {
       if (!direct(x)) layout.add(copy, x.name, x.dims[0], x.dims[1], x.dims[2]);
     };
