@@ -43,7 +43,7 @@ struct filled_row : isa_row {
 void add_unit(kernel_table& t, const kernel_table& unit) {
   const bool f32 = this_machine().f32_on_unit;
   t.isa = unit.isa;
-  for (int32_t i = 0; i < t.dtypes; ++i) {
+  for (int32_t i = 0; i < dtype_count; ++i) {
     if (i == MH_DTYPE_F32 && !f32) continue;
     const dtype_kernels& from = unit.dtype[i];
     dtype_kernels& to = t.dtype[i];

@@ -398,7 +398,7 @@ TEST_CASE("probes count") {
     if (!isa_supported(isa)) continue;
     const kernel_table& table = *isa_table(isa);
     CAPTURE(table.isa);
-    for (int32_t dtype = 0; dtype < table.dtypes; ++dtype) {
+    for (int32_t dtype = 0; dtype < dtype_count; ++dtype) {
       CHECK(table.dtype[dtype].flops_of_turn > 0);
       CHECK(arithmetic_rate(table, dtype, 1, 1e-4) > 1e6);
     }

@@ -242,9 +242,8 @@ struct dtype_kernels {
 
 struct kernel_table {
   const char* isa;
-  int32_t lanes;          // floats in a vector
-  int32_t panel_rows[2];  // rows of the widest panel: [0] for float arithmetic, [1] for double
-  int32_t dtypes;
+  int32_t lanes;                     // floats in a vector
+  int32_t panel_rows[2];             // rows of the widest panel: [0] for float arithmetic, [1] for double
   dtype_kernels dtype[dtype_count];  // by mh_dtype
   int32_t linear_width[2];           // outputs of a whole panel of packed weights: [0] float arithmetic, [1] double
   read_fn read;

@@ -77,7 +77,6 @@ constexpr dtype_kernels kernels_of() {
 constexpr kernel_table table = {MH_TEXT(MH_ISA),
                                 static_cast<int32_t>(lanes<float>),
                                 {static_cast<int32_t>(panel_width<float>), static_cast<int32_t>(panel_width<double>)},
-                                4,
                                 {
 #define MH_DTYPE_ROW(enumerator, trait, real) kernels_of<trait, real>(),
 #include "instances.inc"
