@@ -106,45 +106,38 @@ MH_INLINE vec<T> sums_of(const vec<T>* x) {
 }
 #endif
 
-// Lanes of two vectors one after another, a0 b0 a1 b1 ..., over both; and the reverse, even and odd lanes apart. Done
+// Lanes of two vectors one after another, a0 b0 a1 b1 ..., over both; or the reverse, even and odd lanes apart. Done
 // once a row, not once a key.
-template <class T>
-MH_INLINE void interleave(vec<T>& a, vec<T>& b) {
+template <class T, bool Apart>
+MH_INLINE void move_lanes(vec<T>& a, vec<T>& b) {
 #if defined(__AVX512F__)
   if constexpr (sizeof(T) == 4) {
-    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-    const __m512 x = _mm512_permutex2var_ps(a, low, b);
-    b = _mm512_permutex2var_ps(a, _mm512_add_epi32(low, _mm512_set1_epi32(8)), b);
+    const __m512i first = Apart ? _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
+                                : _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512 x = _mm512_permutex2var_ps(a, first, b);
+    b = _mm512_permutex2var_ps(a, _mm512_add_epi32(first, _mm512_set1_epi32(Apart ? 1 : 8)), b);
     a = x;
     return;
   }
 #endif
   constexpr int64_t w = lanes<T>;
-  alignas(64) T apart[2 * w], mixed[2 * w];
-  a.store_aligned(apart);
-  b.store_aligned(apart + w);
-  for (int64_t i = 0; i < 2 * w; ++i) mixed[i] = apart[i / 2 + i % 2 * w];
-  a = vec<T>::load_aligned(mixed);
-  b = vec<T>::load_aligned(mixed + w);
+  alignas(64) T from[2 * w], to[2 * w];
+  a.store_aligned(from);
+  b.store_aligned(from + w);
+  for (int64_t i = 0; i < 2 * w; ++i) {
+    const int64_t apart = i / 2 + i % 2 * w;
+    to[Apart ? apart : i] = from[Apart ? i : apart];
+  }
+  a = vec<T>::load_aligned(to);
+  b = vec<T>::load_aligned(to + w);
+}
+template <class T>
+MH_INLINE void interleave(vec<T>& a, vec<T>& b) {
+  move_lanes<T, false>(a, b);
 }
 template <class T>
 MH_INLINE void deinterleave(vec<T>& a, vec<T>& b) {
-#if defined(__AVX512F__)
-  if constexpr (sizeof(T) == 4) {
-    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-    const __m512 x = _mm512_permutex2var_ps(a, even, b);
-    b = _mm512_permutex2var_ps(a, _mm512_add_epi32(even, _mm512_set1_epi32(1)), b);
-    a = x;
-    return;
-  }
-#endif
-  constexpr int64_t w = lanes<T>;
-  alignas(64) T apart[2 * w], mixed[2 * w];
-  a.store_aligned(mixed);
-  b.store_aligned(mixed + w);
-  for (int64_t i = 0; i < 2 * w; ++i) apart[i / 2 + i % 2 * w] = mixed[i];
-  a = vec<T>::load_aligned(apart);
-  b = vec<T>::load_aligned(apart + w);
+  move_lanes<T, true>(a, b);
 }
 
 }  // namespace
