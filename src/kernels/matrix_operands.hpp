@@ -106,7 +106,7 @@ struct matrix_operands {
       left_out_keys[(key - begin) / word_keys] |= static_cast<uint32_t>(!good) << (key - begin) % word_keys;
     }
   }
-  MH_INLINE bool row_is_usual(const storage* row) const {
+  MH_INLINE bool is_usual_row(const storage* row) const {
     rows_seen seen;
     for (int64_t d = 0; d < c.head_dim; d += piece) {
       raw x;
@@ -155,7 +155,7 @@ struct matrix_operands {
       const int64_t count = max_of(0, min_of(w, x.count - l0));
       for (int64_t l = 0; l < count; ++l, r.step(c)) {
         from[l] = r.at;
-        if (!leaves_out || row_is_usual(r.at)) continue;
+        if (!leaves_out || is_usual_row(r.at)) continue;
         left_out_rows |= 1U << (l0 + l);
         from[l] = nullptr;
       }
