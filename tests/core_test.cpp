@@ -28,6 +28,7 @@
 #include "core_test.hpp"
 #include "crew.hpp"
 #include "error.hpp"
+#include "exec_of.hpp"
 #include "host_fp_state.hpp"
 #include "machine.hpp"
 #include "plan.hpp"
@@ -65,13 +66,6 @@ static std::atomic<int64_t> allocations{0};
 
 namespace manyhead::test {
 namespace {
-
-mh_exec exec_of(int32_t threads) {
-  mh_exec exec{};
-  exec.struct_size = sizeof exec;
-  exec.threads = threads;
-  return exec;
-}
 
 // The bytes of all outputs, canaries included. Not std::string, whose contents doctest would print.
 struct output_bits {

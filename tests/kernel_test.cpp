@@ -25,6 +25,7 @@
 #include <string>
 #include <vector>
 
+#include "exec_of.hpp"
 #include "machine.hpp"
 #include "plan.hpp"
 #include "projection.hpp"
@@ -75,14 +76,7 @@ constexpr const char* dtype_names[] = {"f32", "f64", "bf16", "f16"};
 constexpr int64_t large_l2 = 1 << 20, small_l2 = 1 << 14, large_l3 = 1 << 30;
 constexpr double quick = 1.5e6;  // multiply-adds up to which a line is run in all dtypes
 
-mh_exec serial() {
-  mh_exec exec{};
-  exec.struct_size = sizeof exec;
-  exec.threads = 1;
-  return exec;
-}
-
-void run(test_case& c, const plan& plan) { manyhead::run(plan, check_tensors(c.p, c.t), serial()); }
+void run(test_case& c, const plan& plan) { manyhead::run(plan, check_tensors(c.p, c.t), exec_of(1)); }
 void run(test_case& c, const kernel_table& table) { run(c, make_plan(c.p, table, large_l2)); }
 
 plan one_head_a_task(const plan& of) {
@@ -1003,9 +997,7 @@ void check_linear(const kernel_table& table, int64_t batch, int64_t rows, int64_
       }
       p = {&packed, batch, rows, elements(dense.data()), {rows * in, in}, elements(y.data()), {rows * out, out}};
     }
-    mh_exec exec = {};
-    exec.struct_size = sizeof exec;
-    exec.threads = threads;
+    const mh_exec exec = exec_of(threads);
     multiplication(&p, 1, exec).run(exec, watched_call());
     return y;
   };
@@ -1127,9 +1119,7 @@ void check_unusual_numbers(const kernel_table& table) {
     std::vector<Number> y(static_cast<size_t>(count * out));
     const product<element> p = {
         &w, 1, count, elements(x.data() + first * in), {count * in, in}, elements(y.data()), {count * out, out}};
-    mh_exec exec = {};
-    exec.struct_size = sizeof exec;
-    exec.threads = 2;
+    const mh_exec exec = exec_of(2);
     multiplication(&p, 1, exec).run(exec, watched_call());
     return y;
   };
@@ -1233,9 +1223,7 @@ void check_left_rows(const kernel_table& table, int64_t in, double tiny) {
   std::vector<Number> y(static_cast<size_t>(rows * out));
   const product<element> p = {&packed,          1, rows, elements(x.data()), {rows * in, in}, elements(y.data()),
                               {rows * out, out}};
-  mh_exec exec = {};
-  exec.struct_size = sizeof exec;
-  exec.threads = 1;
+  const mh_exec exec = exec_of(1);
   multiplication(&p, 1, exec).run(exec, watched_call());
   constexpr double least = std::is_same_v<Number, f16> ? 0x1p-25 : std::is_same_v<Number, bf16> ? 0x1p-134 : 0x1p-150;
   bool good = true;

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "error.hpp"
+#include "exec_of.hpp"
 #include "numbers.hpp"
 #include "problem.hpp"
 #include "reference.hpp"
@@ -27,6 +28,7 @@ using manyhead::test::attention_result;
 using manyhead::test::bf16;
 using manyhead::test::dtype_of;
 using manyhead::test::f16;
+using manyhead::test::exec_of;
 using manyhead::test::real_of;
 using manyhead::test::rounding_of;
 
@@ -157,10 +159,7 @@ struct fixture {
 
   void run(int32_t threads = 0) const {
     const auto layer = manyhead::make_mha(w);
-    mh_exec exec = {};
-    exec.struct_size = sizeof exec;
-    exec.threads = threads;
-    layer->run(c, exec);
+    layer->run(c, exec_of(threads));
   }
 };
 
@@ -557,9 +556,7 @@ TEST_CASE("weights are copied") {
   for (auto* v : {&f.w_q, &f.w_k, &f.w_v, &f.w_o, &f.b_q, &f.b_k, &f.b_v, &f.b_o, &f.bias_k, &f.bias_v}) {
     std::fill(v->begin(), v->end(), NAN);
   }
-  mh_exec exec = {};
-  exec.struct_size = sizeof exec;
-  layer->run(f.c, exec);
+  layer->run(f.c, exec_of(0));
   CHECK(distance(f.out, e.out) < tolerance<float>);
 }
 
@@ -928,10 +925,8 @@ TEST_CASE("concurrent runs of one layer") {
       std::vector<float> out(f.out.size());
       mh_mha_call c = f.c;
       c.out = out.data();
-      mh_exec exec = {};
-      exec.struct_size = sizeof exec;
       for (int i = 0; i < 20; ++i) {
-        layer->run(c, exec);
+        layer->run(c, exec_of(0));
         wrong += out != f.out;
       }
     });
@@ -952,9 +947,7 @@ TEST_CASE("a small step wakes nobody") {
     s.embed = embed;
     fixture<float> f(s);
     host seen;
-    mh_exec exec = {};
-    exec.struct_size = sizeof exec;
-    exec.threads = 1000;
+    mh_exec exec = exec_of(1000);
     exec.parallel_ctx = &seen;
     exec.parallel_for = [](void* ctx, int64_t n, mh_task_fn fn, void* arg) {
       host& h = *static_cast<host*>(ctx);
@@ -979,9 +972,7 @@ TEST_CASE("a host's parallel_for runs everything") {
   const std::vector<float> out = f.out;
   const auto layer = manyhead::make_mha(f.w);
   int64_t calls = 0;
-  mh_exec exec = {};
-  exec.struct_size = sizeof exec;
-  exec.threads = 3;
+  mh_exec exec = exec_of(3);
   exec.parallel_ctx = &calls;
   exec.parallel_for = [](void* ctx, int64_t n, mh_task_fn fn, void* arg) {
     ++*static_cast<int64_t*>(ctx);

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "exec_of.hpp"
 #include "plan.hpp"
 #include "registry.hpp"
 #include "scheduler.hpp"
@@ -62,9 +63,7 @@ void check(const std::string& text, double tolerance) {
   for (int32_t isa = 0; isa < isa_count(); ++isa) {
     if (!isa_supported(isa)) continue;
     c.clear_outputs();
-    mh_exec exec{};
-    exec.struct_size = sizeof exec;
-    run(make_plan(p, *isa_table(isa), 1 << 20), check_tensors(p, c.t), exec);
+    run(make_plan(p, *isa_table(isa), 1 << 20), check_tensors(p, c.t), exec_of(0));
     const auto worst = [&](const void* got, const std::vector<Real>& want) {
       double share = 0;
       for (size_t i = 0; i < want.size(); ++i) {

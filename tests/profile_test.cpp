@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "error.hpp"
+#include "exec_of.hpp"
 #include "json.hpp"
 #include "machine.hpp"
 #include "mha.hpp"
@@ -29,13 +30,6 @@ namespace {
 constexpr int64_t l2 = 1 << 20;
 
 mh_profile_options options_of(int64_t calls, int64_t tasks) { return {sizeof(mh_profile_options), calls, tasks, 0, 0}; }
-
-mh_exec exec_of(int32_t threads) {
-  mh_exec exec = {};
-  exec.struct_size = sizeof exec;
-  exec.threads = threads;
-  return exec;
-}
 
 // The number behind the first "key": at or after `from`.
 double number_of(const std::string& text, const std::string& key, size_t from = 0) {
