@@ -946,6 +946,12 @@ template <class Number>
 element_of<Number>* elements(Number* numbers) {
   return reinterpret_cast<element_of<Number>*>(numbers);
 }
+template <class Number>
+std::vector<Number> drawn(random_numbers& random, int64_t n, double size = 1) {
+  std::vector<Number> v(static_cast<size_t>(n));
+  for (Number& x : v) x = static_cast<Number>(size * random.normal());
+  return v;
+}
 
 // A product of the layer, x and y in memory with room between rows and entries, against double; then the same rows in
 // other company, whose bits must not differ.
@@ -959,12 +965,7 @@ void check_linear(const kernel_table& table, int64_t batch, int64_t rows, int64_
   CAPTURE(in);
   CAPTURE(out);
   random_numbers random(static_cast<uint64_t>(rows * 1000003 + in * 1009 + out));
-  const auto numbers = [&](int64_t n) {
-    std::vector<Number> v(static_cast<size_t>(n));
-    for (Number& x : v) x = static_cast<Number>(random.normal());
-    return v;
-  };
-  const std::vector<Number> matrix = numbers(in * (out + 1)), bias = numbers(out);
+  const std::vector<Number> matrix = drawn<Number>(random, in * (out + 1)), bias = drawn<Number>(random, out);
   linear<element> packed(table, dtype_of<Number>, out, in);
   // Every second row of W is given with its elements apart.
   for (int64_t j = 0; j < out; ++j) {
@@ -977,7 +978,7 @@ void check_linear(const kernel_table& table, int64_t batch, int64_t rows, int64_
   packed.finish();
 
   const int64_t x_strides[2] = {rows * (in + 3) + 5, in + 3}, y_strides[2] = {rows * (out + 2) + 7, out + 2};
-  const std::vector<Number> x = numbers(batch * x_strides[0]);
+  const std::vector<Number> x = drawn<Number>(random, batch * x_strides[0]);
   const Number untouched = Number(-6e4);  // far from any result
   const auto run = [&](int64_t from, int64_t count, int32_t threads, bool gaps) {
     // Rows [from, from + count) of each entry. Without gaps the entries' y follow each other at one stride.
@@ -1103,12 +1104,7 @@ void check_unusual_numbers(const kernel_table& table) {
   const linear_unit_kernels& unit = table.dtype[dtype_of<Number>].linear_unit;
   if (unit.run == nullptr) return;
   random_numbers random(7);
-  const auto numbers = [&](int64_t n) {
-    std::vector<Number> v(static_cast<size_t>(n));
-    for (Number& x : v) x = static_cast<Number>(random.normal());
-    return v;
-  };
-  std::vector<Number> matrix = numbers(in * out), x = numbers(rows * in);
+  std::vector<Number> matrix = drawn<Number>(random, in * out), x = drawn<Number>(random, rows * in);
   const auto pack = [&] {
     linear<element> packed(table, dtype_of<Number>, out, in);
     for (int64_t j = 0; j < out; ++j) packed.set_row(j, elements(&matrix[static_cast<size_t>(j * in)]), 1);
@@ -1202,9 +1198,8 @@ void check_left_rows(const kernel_table& table, int64_t in, double tiny) {
   CAPTURE(in);
   CAPTURE(tiny);
   random_numbers random(9);
-  std::vector<Number> matrix(static_cast<size_t>(in * out)), x(static_cast<size_t>(rows * in));
-  for (Number& w : matrix) w = static_cast<Number>(random.normal());
-  for (Number& some : x) some = static_cast<Number>(random.normal());
+  const std::vector<Number> matrix = drawn<Number>(random, in * out);
+  std::vector<Number> x = drawn<Number>(random, rows * in);
   for (int64_t row = 3; row < rows; ++row) {
     if (row >= 89 && row < rows - 1) continue;
     for (int64_t k = 0; k < in; ++k) {
@@ -1214,8 +1209,7 @@ void check_left_rows(const kernel_table& table, int64_t in, double tiny) {
   }
   const double others[] = {HUGE_VAL, NAN, -HUGE_VAL, 1e30};
   for (int64_t i = 0; i < 4; ++i) x[static_cast<size_t>((91 + 2 * i) * in + i)] = static_cast<Number>(others[i]);
-  std::vector<Number> bias(static_cast<size_t>(out));
-  for (Number& some : bias) some = static_cast<Number>(random.normal() * tiny);
+  const std::vector<Number> bias = drawn<Number>(random, out, tiny);
   linear<element> packed(table, dtype_of<Number>, out, in);
   for (int64_t j = 0; j < out; ++j) packed.set_row(j, elements(&matrix[static_cast<size_t>(j * in)]), 1);
   packed.set_bias(elements(bias.data()));

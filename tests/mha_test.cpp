@@ -20,6 +20,7 @@
 #include "exec_of.hpp"
 #include "numbers.hpp"
 #include "problem.hpp"
+#include "random_numbers.hpp"
 #include "reference.hpp"
 
 namespace {
@@ -27,30 +28,17 @@ namespace {
 using manyhead::test::attention_result;
 using manyhead::test::bf16;
 using manyhead::test::dtype_of;
-using manyhead::test::f16;
 using manyhead::test::exec_of;
+using manyhead::test::f16;
+using manyhead::test::random_numbers;
 using manyhead::test::real_of;
 using manyhead::test::rounding_of;
 
-// Numbers in (-1, 1) that depend on nothing but the seed and how many came before.
-class numbers {
- public:
-  explicit numbers(uint64_t seed) : state_(seed * 0x9e3779b97f4a7c15U + 1) {}
-  double next() {
-    state_ = state_ * 6364136223846793005U + 1442695040888963407U;
-    return static_cast<double>(static_cast<int64_t>(state_ >> 11)) / static_cast<double>(int64_t{1} << 52) - 1.0;
-  }
-  bool chance(double p) { return next() < 2 * p - 1; }
-
- private:
-  uint64_t state_;
-};
-
 template <class Number>
 std::vector<Number> random(int64_t size, uint64_t seed, double scale = 1.0) {
-  numbers from(seed);
+  random_numbers from(seed);
   std::vector<Number> v(static_cast<size_t>(size));
-  for (Number& x : v) x = static_cast<Number>(scale * from.next());
+  for (Number& x : v) x = static_cast<Number>(scale * (2 * from.uniform() - 1));
   return v;
 }
 
@@ -145,15 +133,15 @@ struct fixture {
     if (mean) c.mean_weights = mean_weights.data();
   }
   void random_mask(uint64_t seed) {
-    numbers from(seed);
+    random_numbers from(seed);
     mask.resize(static_cast<size_t>(s.batch * s.heads * s.q_len * s.kv_len));
-    for (uint8_t& m : mask) m = from.chance(0.6) ? 3 : 0;
+    for (uint8_t& m : mask) m = from.uniform() < 0.6 ? 3 : 0;
     c.mask = mask.data();
   }
   void random_bias(uint64_t seed) {
-    numbers from(seed);
+    random_numbers from(seed);
     bias.resize(static_cast<size_t>(s.batch * s.heads * s.q_len * s.kv_len));
-    for (float& b : bias) b = from.chance(0.2) ? -INFINITY : static_cast<float>(from.next());
+    for (float& b : bias) b = from.uniform() < 0.2 ? -INFINITY : static_cast<float>(2 * from.uniform() - 1);
     c.bias = bias.data();
   }
 
