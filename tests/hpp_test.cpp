@@ -14,12 +14,14 @@
 #include <utility>
 #include <vector>
 
+#include "calls.hpp"
 #include "host_fp_state.hpp"
 #include "random_numbers.hpp"
 
 namespace {
 
 using manyhead::test::numbers;
+using manyhead::test::random_bits;
 
 template <typename Function>
 std::string thrown_by(Function&& function, mh_status expected = MH_INVALID_ARGUMENT) {
@@ -258,68 +260,25 @@ TEST_CASE("lines and profiles") {
   const manyhead::profile again;
 }
 
-// Random numbers of either sign as the type's bits: of 1 to 2, or denormal.
-std::vector<unsigned char> random_bits(int32_t dtype, size_t count, uint32_t seed, bool denormal = false) {
-  const size_t size = mh_dtype_size(dtype);
-  const uint64_t ones[] = {0x3f800000, 0x3ff0000000000000, 0x3f80, 0x3c00}, fractions[] = {23, 52, 7, 10};
-  std::vector<unsigned char> bytes(count * size);
-  for (size_t i = 0; i < count; ++i) {
-    const uint64_t random = uint64_t{manyhead::test::next_random(seed)} * 0x9e3779b97f4a7c15u;
-    const uint64_t bits = (random & ((uint64_t{1} << fractions[dtype]) - 1)) | (denormal ? 0 : ones[dtype]) |
-                          uint64_t{seed >> 31} << (8 * size - 1);
-    std::memcpy(bytes.data() + i * size, &bits, size);
-  }
-  return bytes;
-}
-
-// Arrays for the problem of a line, and a call of it. Planned anew each time: of 1 / sqrt(48), a scale, the last bit depends on
-// the rounding, and that of its product with log2(e).
-struct attention_call {
-  mh_problem p = manyhead::make<mh_problem>();
-  std::vector<unsigned char> q, k, v, mask, out;
-  std::vector<double> bias, lse, weights;  // room for any type
-
-  explicit attention_call(const char* line, bool denormal = false) {
-    REQUIRE(mh_problem_parse(line, &p, nullptr) == MH_OK);
-    const int64_t kv_heads = p.kv_heads > 0 ? p.kv_heads : p.heads;
-    const auto count = [&](int64_t heads, int64_t length, int64_t dim) {
-      return static_cast<size_t>(p.batch * heads * length * dim);
-    };
-    q = random_bits(p.dtype, count(p.heads, p.q_len, p.head_dim), 1);
-    k = random_bits(p.dtype, count(kv_heads, p.kv_len, p.head_dim), 2);
-    v = random_bits(p.dtype, count(kv_heads, p.kv_len, p.head_dim), 3, denormal);
-    out.resize(q.size());
-    const size_t pairs = count(p.heads, p.q_len, p.kv_len);
-    mask.assign(pairs, 1);
-    bias.resize(pairs);
-    weights.resize(pairs);
-    lse.resize(count(p.heads, p.q_len, 1));
-  }
-  bool run(const mh_exec& exec) {
-    std::fill(out.begin(), out.end(), static_cast<unsigned char>(0xa5));
-    mh_tensors t = manyhead::make<mh_tensors>();
-    t.q = q.data(), t.k = k.data(), t.v = v.data(), t.out = out.data();
-    if ((p.inputs & MH_INPUT_MASK) != 0) t.mask = mask.data();
-    if ((p.inputs & MH_INPUT_BIAS) != 0) t.bias = bias.data();
-    if ((p.outputs & MH_OUTPUT_LSE) != 0) t.lse = lse.data();
-    if ((p.outputs & MH_OUTPUT_WEIGHTS) != 0) t.weights = weights.data();
-    mh_plan* plan = nullptr;
-    const bool done = mh_plan_create(&p, &plan) == MH_OK && mh_plan_run(plan, &t, &exec) == MH_OK;
-    mh_plan_destroy(plan);
-    return done;
+// Planned anew each time: of 1 / sqrt(48), a scale, the last bit depends on the rounding, and that of its product with log2(e).
+struct planned_call : manyhead::test::attention_call {
+  using attention_call::attention_call;
+  mh_status run(const mh_exec& exec) {
+    const manyhead::plan plan(problem);
+    const mh_tensors t = tensors();
+    return mh_plan_run(plan.get(), &t, &exec);
   }
 };
 
 // A layer, made anew each time, and a call of it.
-struct layer_call {
+struct made_call {
   static constexpr int64_t embed = 192;
   int32_t dtype;
   int64_t length;
-  std::vector<unsigned char> w = random_bits(dtype, embed* embed, 4);
-  std::vector<unsigned char> x = random_bits(dtype, static_cast<size_t>(length* embed), 5), out = x;
+  std::vector<char> w = random_bits(dtype, embed* embed, 4), x = random_bits(dtype, length* embed, 5), out = x;
 
-  bool run(const mh_exec& exec) {
-    std::fill(out.begin(), out.end(), static_cast<unsigned char>(0xa5));
+  mh_status run(const mh_exec& exec) {
+    std::fill(out.begin(), out.end(), '\xff');
     mh_mha_weights weights = manyhead::make<mh_mha_weights>();
     weights.dtype = dtype;
     weights.embed_dim = embed, weights.heads = 3;
@@ -328,10 +287,7 @@ struct layer_call {
     mh_mha_call call = manyhead::make<mh_mha_call>();
     call.batch = 1, call.q_len = call.kv_len = length;
     call.x_q = x.data(), call.out = out.data();
-    mh_mha* mha = nullptr;
-    const bool done = mh_mha_create(&weights, &mha) == MH_OK && mh_mha_run(mha, &call, &exec) == MH_OK;
-    mh_mha_destroy(mha);
-    return done;
+    return mh_mha_run(manyhead::layer(weights).get(), &call, &exec);
   }
 };
 
@@ -411,8 +367,8 @@ template <typename Call>
 void check_fp_state(Call&& call) {
   using namespace manyhead::test;
   const uint64_t own = fp_state();
-  REQUIRE(call.run(manyhead::with_threads(1)));
-  const std::vector<unsigned char> want = call.out;
+  REQUIRE(call.run(manyhead::with_threads(1)) == MH_OK);
+  const std::vector<char> want = call.out;
   for (const uint64_t state : fp_states) {
     mh_exec of_host = manyhead::with_threads(3);
     of_host.parallel_for = [](void* left, int64_t n, mh_task_fn fn, void* arg) {
@@ -423,10 +379,10 @@ void check_fp_state(Call&& call) {
     of_host.parallel_ctx = &left;
     for (const mh_exec& exec : {manyhead::with_threads(1), manyhead::with_threads(0), of_host}) {
       set_fp_state(state);
-      const bool done = call.run(exec);
+      const mh_status status = call.run(exec);
       const uint64_t after = fp_state();
       set_fp_state(own);
-      CHECK(done);
+      CHECK(status == MH_OK);
       CHECK(after == state);
       CHECK(call.out == want);
     }
@@ -437,11 +393,11 @@ TEST_CASE("the floating-point state stays the caller's, and does not matter") {
   for (const char* line : {"f32 b2 h4/2 q130 kv300 d64 causal align=br lse weights", "f32 b1 h2 q5 kv9 d8",
                            "f64 b1 h2 q5 kv9 d48", "bf16 b1 h2 q70 kv90 d64", "f16 b1 h2 q3 kv90 d64"}) {
     INFO(std::string(line));
-    check_fp_state(attention_call(line));
+    check_fp_state(planned_call(line));
   }
-  check_fp_state(attention_call("f32 b1 h8/2 q1 kv5000 d64", true));
+  check_fp_state(planned_call("f32 b1 h8/2 q1 kv5000 d64", true));
   for (const mh_dtype dtype : dtypes) {
-    for (const int64_t length : {2, 70}) check_fp_state(layer_call{dtype, length});
+    for (const int64_t length : {2, 70}) check_fp_state(made_call{dtype, length});
   }
 }
 
@@ -458,18 +414,18 @@ size_t stack_of(Call&& call) {
   REQUIRE(pthread_attr_setstack(&attributes, stack, size) == 0);
   struct work {
     Call& call;
-    bool done;
-  } w{call, false};
+    mh_status status;
+  } w{call, MH_INTERNAL_ERROR};
   pthread_t thread;
   const auto body = [](void* given) -> void* {
     auto* const each = static_cast<work*>(given);
-    each->done = each->call.run(manyhead::with_threads(1));
+    each->status = each->call.run(manyhead::with_threads(1));
     return nullptr;
   };
   REQUIRE(pthread_create(&thread, &attributes, body, &w) == 0);
   pthread_join(thread, nullptr);
   pthread_attr_destroy(&attributes);
-  CHECK(w.done);
+  CHECK(w.status == MH_OK);
   return static_cast<size_t>(stack + size -
                              std::find_if(stack, stack + size, [](unsigned char x) { return x != untouched; }));
 }
@@ -480,12 +436,12 @@ TEST_CASE("calls need no more stack than the header says") {
          {" b1 h2 q200 kv600 d128 causal align=br softcap=20 mask bias lse weights", " b1 h8/2 q1 kv5000 d64",
           " b2 h8/2 q3 kv300 d128 mask bias lse weights", " b1 h2 q70 kv90 d40"}) {
       const std::string line = mh_dtype_name(dtype) + std::string(shape);
-      const size_t used = stack_of(attention_call(line.c_str()));
+      const size_t used = stack_of(planned_call(line.c_str()));
       INFO(line);
       CHECK(used <= 128 << 10);
     }
     for (const int64_t length : {2, 70}) {
-      const size_t used = stack_of(layer_call{dtype, length});
+      const size_t used = stack_of(made_call{dtype, length});
       CAPTURE(dtype);
       CAPTURE(length);
       CHECK(used <= 128 << 10);

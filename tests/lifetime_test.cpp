@@ -10,6 +10,7 @@
 #include <thread>
 #include <utility>
 
+#include "calls.hpp"
 #include "own_process.hpp"
 
 using namespace manyhead;
@@ -54,8 +55,7 @@ class calls {
   const int times_;
   attention_call large_{large}, split_{split_keys};
   layer_call layer_{MH_DTYPE_F32, 96};
-  std::vector<float> outs_[2];
-  std::vector<char> layer_out_;
+  std::vector<char> outs_[2], layer_out_;
 };
 
 // A host's pool of one thread, which does something else before the first tasks of a call.
@@ -77,14 +77,6 @@ struct host {
 void profile_once() {
   check(mh_profile_begin(nullptr));
   check(mh_profile_end());
-}
-
-// In a forked child: ends it.
-template <class Function>
-[[noreturn]] void be_child(Function&& function) {
-  const std::string said = thrown(function);
-  if (!said.empty()) std::fprintf(stderr, "in a forked child: %s\n", said.c_str());
-  _exit(said.empty() ? 0 : 1);
 }
 
 }  // namespace
@@ -138,7 +130,7 @@ TEST_CASE("calls at exit, before and after what the library registers there") {
 TEST_CASE("fork inside a host's parallel_for while a profile runs") {
   const auto experiment = [] {
     attention_call call(large);
-    const std::vector<float> wanted = call.result(with_threads(1));
+    const std::vector<char> wanted = call.result(with_threads(1));
     check(mh_profile_begin(nullptr));
     pid_t child = -1;
     host pool{[&] {
@@ -147,7 +139,7 @@ TEST_CASE("fork inside a host's parallel_for while a profile runs") {
     }};
     const bool same = same_bits(call.result(pool.exec()), wanted);
     if (child == 0) {
-      be_child([&] {
+      const std::string said = thrown([&] {
         expect(same, "another result");
         for (int i = 0; i < 3; ++i) {
           check(mh_profile_begin(nullptr));
@@ -155,6 +147,8 @@ TEST_CASE("fork inside a host's parallel_for while a profile runs") {
           check(mh_profile_end());
         }
       });
+      if (!said.empty()) std::fprintf(stderr, "in a forked child: %s\n", said.c_str());
+      _exit(said.empty() ? 0 : 1);
     }
     const std::string end = end_of(child);
     expect(end.empty(), "the child " + end);
@@ -167,7 +161,7 @@ TEST_CASE("fork inside a host's parallel_for while a profile runs") {
 TEST_CASE("fork while another thread begins, ends and describes profiles") {
   const auto experiment = [] {
     attention_call call(large);
-    const std::vector<float> wanted = call.result(with_threads(1));
+    const std::vector<char> wanted = call.result(with_threads(1));
     for (int i = 0; i < 12; ++i) expect(same_bits(call.result(), wanted), "another result");
     const std::jthread other([](const std::stop_token& stop) {
       attention_call other_call(large);
@@ -180,16 +174,12 @@ TEST_CASE("fork while another thread begins, ends and describes profiles") {
       }
     });
     for (int i = 0; i < 10; ++i) {
-      const pid_t child = fork();
-      if (child == 0) {
-        alarm(patience / 2);
-        be_child([&] {
-          profile_once();
-          expect(same_bits(call.result(), wanted), "another result");
-          profile_once();
-        });
-      }
-      const std::string end = end_of(child);
+      const auto later = [&] {
+        profile_once();
+        expect(same_bits(call.result(), wanted), "another result");
+        profile_once();
+      };
+      const std::string end = in_child(later, patience / 2);
       expect(end.empty(), "child " + std::to_string(i) + " " + end);
       expect(same_bits(call.result(), wanted), "another result after a fork");
     }
@@ -203,19 +193,15 @@ TEST_CASE("a child of a process that has used one thread has threads of its own,
     const auto experiment = [&] {
       if (mh_threads() < 2) return;
       attention_call call(large);
-      const std::vector<float> wanted = call.result(with_threads(used));
-      const pid_t child = fork();
-      if (child == 0) {
-        alarm(patience / 2);
-        be_child([&] {
-          profile watching;
-          expect(same_bits(call.result(), wanted), "another result");
-          const char* const threads = used == 1 ? "\"threads\": 2" : "\"threads\": 1";
-          const std::string seen = watching.end();
-          expect(seen.find(threads) != seen.npos, std::string("not ") + threads + ": " + seen.substr(0, 600));
-        });
-      }
-      const std::string end = end_of(child);
+      const std::vector<char> wanted = call.result(with_threads(used));
+      const auto later = [&] {
+        profile watching;
+        expect(same_bits(call.result(), wanted), "another result");
+        const char* const threads = used == 1 ? "\"threads\": 2" : "\"threads\": 1";
+        const std::string seen = watching.end();
+        expect(seen.find(threads) != seen.npos, std::string("not ") + threads + ": " + seen.substr(0, 600));
+      };
+      const std::string end = in_child(later, patience / 2);
       expect(end.empty(), "the child " + end);
     };
     CHECK(in_child(experiment) == "");
@@ -227,7 +213,7 @@ TEST_CASE("profiles asked for inside a host's parallel_for while another thread 
     CAPTURE(begins);
     const auto experiment = [&] {
       attention_call call(large);
-      const std::vector<float> wanted = call.result(with_threads(1));
+      const std::vector<char> wanted = call.result(with_threads(1));
       check(mh_profile_begin(nullptr));
       std::thread ending;
       mh_status asked = MH_OK, ended = MH_INTERNAL_ERROR;
@@ -252,11 +238,11 @@ TEST_CASE("the instruction set changes while a thread makes calls: then they hav
   const auto experiment = [] {
     attention_call call("f32 b1 h1 q2 kv24 d16"), other("f32 b1 h1 q3 kv24 d16");
     std::vector<const char*> names;
-    std::vector<std::vector<float>> wanted;
+    std::vector<std::vector<char>> wanted;
     for (int32_t i = 0; i < mh_isa_count(); ++i) {
       if (mh_isa_supported(i) == 0) continue;
       check(mh_set_isa(mh_isa_name(i)));
-      const std::vector<float>& result = call.result(with_threads(1));
+      const std::vector<char>& result = call.result(with_threads(1));
       if (!wanted.empty() && (wanted.size() == 2 || same_bits(wanted[0], result))) continue;
       names.push_back(mh_isa_name(i));
       wanted.push_back(result);

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cerrno>
 
+#include "calls.hpp"
 #include "own_process.hpp"
 
 namespace {
@@ -136,7 +137,7 @@ TEST_CASE("no thread is to be had") {
       const auto experiment = [&] {
         attention_call whole(large), split(split_keys);
         const layer_call layer(MH_DTYPE_F32, 96);
-        const std::vector<float> wanted = whole.result(with_threads(1)), wanted_split = split.result(with_threads(1));
+        const std::vector<char> wanted = whole.result(with_threads(1)), wanted_split = split.result(with_threads(1));
         const std::vector<char> wanted_layer = layer.result(96, with_threads(1)).out;
         const mh_exec exec = with_threads(threads);
         const auto call = [&](const char* when) {
@@ -161,7 +162,7 @@ TEST_CASE("no thread is to be had") {
 TEST_CASE("no memory in the first call of a process") {
   const auto later_calls = [] {
     attention_call call(large);
-    const std::vector<float> serial = call.result(with_threads(1));
+    const std::vector<char> serial = call.result(with_threads(1));
     expect(same_bits(call.result(), serial), "another result on two threads");
   };
   const auto name = [&](int64_t n) {
