@@ -495,6 +495,9 @@ int main(int argc, char** argv) {
   std::vector<int> thread_counts = {1};
   if (mh_threads() > 1) thread_counts.push_back(mh_threads());
 
+  const auto add = [](const std::string& name, auto run) {
+    benchmark::RegisterBenchmark(name.c_str(), run)->UseRealTime()->Unit(benchmark::kMicrosecond);
+  };
   for (const workload& w : workloads) {
     for (int32_t dtype = 0; dtype < mh_dtype_count(); ++dtype) {
       for (int32_t isa = 0; isa < mh_isa_count(); ++isa) {
@@ -508,25 +511,16 @@ int main(int argc, char** argv) {
         }
         for (int threads : thread_counts) {
           const std::string name = kernel + "/" + w.name + "/threads:" + std::to_string(threads);
-          benchmark::RegisterBenchmark(name.c_str(),
-                                       [r, threads](benchmark::State& s) { run_attention(s, *r, threads); })
-              ->UseRealTime()
-              ->Unit(benchmark::kMicrosecond);
+          add(name, [r, threads](benchmark::State& s) { run_attention(s, *r, threads); });
         }
       }
 #if MH_WITH_BLAS
       if (dtype == MH_DTYPE_F32 && w.q_len > 1) {
-        benchmark::RegisterBenchmark(("bare/f32/openblas/" + w.name + "/threads:1").c_str(),
-                                     [w](benchmark::State& s) { run_bare_products(s, w); })
-            ->UseRealTime()
-            ->Unit(benchmark::kMicrosecond);
+        add("bare/f32/openblas/" + w.name + "/threads:1", [w](benchmark::State& s) { run_bare_products(s, w); });
       }
 #endif
     }
   }
-  const auto add = [](const std::string& name, auto run) {
-    benchmark::RegisterBenchmark(name.c_str(), run)->UseRealTime()->Unit(benchmark::kMicrosecond);
-  };
   for (const layer_size& l : layers) {
     for (int32_t isa = 0; isa < mh_isa_count(); ++isa) {
       if (!mh_isa_supported(isa)) continue;

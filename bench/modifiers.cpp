@@ -166,15 +166,13 @@ void measure(int64_t n, const options& o) {
     std::vector<manyhead::plan> plans;
     std::vector<mh_tensors> tensors;
     for (const bool modified : {false, true}) {
-      mh_problem p{};
-      p.struct_size = sizeof p;
+      auto p = manyhead::make<mh_problem>();
       p.dtype = o.dtype.second;
       p.batch = 1;
       p.heads = heads;
       p.q_len = p.kv_len = n;
       p.head_dim = o.head_dim;
-      mh_tensors t{};
-      t.struct_size = sizeof t;
+      auto t = manyhead::make<mh_tensors>();
       t.q = a.q.data();
       t.k = a.k.data();
       t.v = a.v.data();
@@ -183,9 +181,7 @@ void measure(int64_t n, const options& o) {
       plans.emplace_back(p);
       tensors.push_back(t);
     }
-    mh_exec exec{};
-    exec.struct_size = sizeof exec;
-    exec.threads = o.threads;
+    const mh_exec exec = manyhead::with_threads(o.threads);
     const auto run = [&](std::size_t i) { return [&, i] { plans[i].run(tensors[i], exec); }; };
     const std::vector<double> best = alternate::fastest({run(0), run(1)}, o.seconds);
     const double plain = static_cast<double>(n * n) / best[0];
