@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import manyhead
 import numpy as np
+import pytest
 from manyhead import _measure
+from manyhead.commands import main
 from manyhead.profiling import cases, sweep
 from manyhead.profiling import run as running
 
@@ -103,6 +106,17 @@ def make_rows(tools, shapes=SHAPES, dtypes=("f32",), isas=("avx2",), threads=(1,
 def profile(tools, rows=None, effort=EFFORT, available=1 << 30, **options):
     defaults = {"machine": MACHINE, "phases": True, "arguments": [], "watch": sweep.Watch()}
     return running.profile(rows or make_rows(tools), effort, tools=tools, available=available, **defaults | options)
+
+
+def runner(name: str) -> Callable[..., tuple[int, str, str]]:
+    """A command of the command line, as a function: its exit status, what it printed, and what it said went wrong."""
+
+    def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+        status = main([name, *arguments])
+        said = capsys.readouterr()
+        return status, said.out, said.err
+
+    return command
 
 
 def is_plain(text: str, width: int = 80) -> bool:

@@ -9,12 +9,13 @@ import re
 
 import numpy as np
 import pytest
-from fake_measure import SHAPES, FakeMeasure, is_plain, make_rows, profile
-from manyhead.commands import main
+from fake_measure import SHAPES, FakeMeasure, is_plain, make_rows, profile, runner
 from manyhead.profiling import compare as comparing
 from manyhead.profiling import document
 
 pytest.importorskip("rich")
+
+command = runner("compare")
 
 
 def make(slower: float = 1.0, seed: int = 0, threads=(1,), **options):
@@ -138,12 +139,6 @@ def files(tmp_path, monkeypatch):
         document.save(make(slower, seed=len(name) + int(10 * slower)), tmp_path / f"{name}.json")
     document.save(make(), tmp_path / "old.json")
     return tmp_path
-
-
-def command(capsys, *arguments):
-    status = main(["compare", *arguments])
-    printed = capsys.readouterr()
-    return status, printed.out, printed.err
 
 
 def test_the_table(files, capsys):

@@ -13,12 +13,14 @@ from typing import Any
 
 import manyhead
 import pytest
-from fake_measure import ARITHMETIC, CLOCK, MACHINE, READ, FakeMeasure, is_plain
+from fake_measure import ARITHMETIC, CLOCK, MACHINE, READ, FakeMeasure, is_plain, runner
 from manyhead import _measure
 from manyhead.commands import errors, main, options
 from manyhead.profiling import cases, document, explain, limits, predict
 
 pytest.importorskip("rich")
+
+command = runner("explain")
 
 
 def _recorded(line: str) -> dict[str, Any]:
@@ -458,12 +460,6 @@ def test_rates_of_a_saved_profile():
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
-
-
-def command(capsys, *arguments: str) -> tuple[int, str, str]:
-    status = main(["explain", *arguments])
-    said = capsys.readouterr()
-    return status, said.out, said.err
 
 
 def test_a_plan_alone_measures_nothing(monkeypatch, capsys):

@@ -15,14 +15,16 @@ from pathlib import Path
 
 import manyhead
 import pytest
-from fake_measure import ARITHMETIC, EFFORT, MACHINE, READ, SHAPES, FakeMeasure, is_plain, make_rows, profile
+from fake_measure import ARITHMETIC, EFFORT, MACHINE, READ, SHAPES, FakeMeasure, is_plain, make_rows, profile, runner
 from manyhead import _measure, _user
 from manyhead._user import UserError
-from manyhead.commands import main, options
+from manyhead.commands import options
 from manyhead.profiling import cases, document, limits, show, sweep
 from manyhead.profiling.model import model_cases
 
 pytest.importorskip("rich")
+
+command = runner("profile")
 
 # --- what is measured -------------------------------------------------------------------------------------------------
 
@@ -425,12 +427,6 @@ def fake(monkeypatch, tmp_path) -> FakeMeasure:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(tmp_path)
     return tools
-
-
-def command(capsys, *arguments):
-    status = main(["profile", *arguments])
-    printed = capsys.readouterr()
-    return status, printed.out, printed.err
 
 
 def test_everything(fake, capsys, tmp_path):

@@ -10,14 +10,15 @@ from types import SimpleNamespace
 
 import manyhead
 import pytest
-from fake_measure import MACHINE, FakeMeasure, is_plain
+from fake_measure import MACHINE, FakeMeasure, is_plain, runner
 from interpreter import run_python
 from manyhead import _measure
 from manyhead._user import UserError
-from manyhead.commands import main
 from manyhead.profiling import replay, sweep
 
 pytest.importorskip("rich")
+
+command = runner("replay")
 
 A, B, C = "f32 b1 h8 q128 kv128 d64", "bf16 b1 h8 q1 kv512 d64", "f32 b1 h2 q32 kv32 d16 causal"
 LOG = f"""\
@@ -177,12 +178,6 @@ def test_what_a_line_does_not_say_is_told():
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
-
-
-def command(capsys, *arguments: str) -> tuple[int, str, str]:
-    status = main(["replay", *arguments])
-    said = capsys.readouterr()
-    return status, said.out, said.err
 
 
 @pytest.fixture
