@@ -113,6 +113,12 @@ def test_a_finite_bias_everywhere_is_an_ordinary_softmax(lowest):
     bias = np.full((4, 4), lowest)
     mean = np.broadcast_to(v.mean(axis=2, keepdims=True), v.shape)
     np.testing.assert_allclose(manyhead.attention(q, k, v, attn_bias=bias), mean, 1e-5, 1e-6)
+    for lse_base in "e", "2":  # in base 2 the lowest number is lower still
+        result = manyhead.attention(
+            *(x.astype(bias.dtype) for x in (q, k, v)), attn_bias=bias, return_lse=True, lse_base=lse_base
+        )
+        assert np.isfinite(result.lse).all()
+        np.testing.assert_allclose(result.out, mean, 1e-5, 1e-6)
 
 
 @pytest.mark.parametrize("lowest", LOWEST, ids=str)

@@ -40,7 +40,7 @@ struct decode_task : step_weights<D> {
   static_assert(usual_v_turn % base::keys_at_once == 0);
 
   positions at;
-  visibility last_seen;                   // by the head looked at last
+  visibility last_seen;                   // of the tile by the head looked at last
   bits<T>* words;                         // [heads][width / word_keys + 1][whole vectors of rows]
   bool is_finite[most_rows_at_once];      // of a head: its results are
   uint32_t left_rows[most_rows_at_once];  // of a head: those that attend what was left out, a bit each
@@ -175,7 +175,7 @@ struct decode_task : step_weights<D> {
     return words + (heads_see_alike(c) ? 0 : h * words_of_head(padded_rows));
   }
 
-  // Which of a tile's keys head h sees, after those before it. Where none, its scores say so.
+  // Which of a tile's keys head h sees; head 0 is asked first, as others may see the same. Where none, its scores say so.
   MH_INLINE visibility see_head(int64_t h, const key_tile& tile) {
     if (tile.all_visible) return visibility::all;
     if (h == 0 || !heads_see_alike(c)) {

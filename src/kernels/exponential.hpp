@@ -204,9 +204,9 @@ MH_INLINE void tanh_of(vec<T> (&x)[N]) {
   for (int i = 0; i < N; ++i) x[i] = quotient<T>(x[i], x[i] + vec<T>(T(2)));
 }
 
-// log2 within 3 ulp of doubles that are normal, infinite or NaN, and positive: the exponent of x = 2^n m, sqrt(1/2) <= m < sqrt(2), and of m
-// 2 / ln 2 (z + z^3 / 3 + z^5 / 5 + ...), z = (m - 1) / (m + 1), whose next term is 6e-19 of the sum. Pairs of terms, pairs of pairs
-// and so on: what a row ends with waits for this.
+// log2 of doubles that are normal, infinite or NaN, and positive, within 5 ulp: of x = 2^n m, sqrt(1/2) <= m < sqrt(2), it is n, plus
+// 2 / ln 2 (z + z^3 / 3 + z^5 / 5 + ...) with z = (m - 1) / (m + 1), of which the next term is 6e-19. By pairs of terms, pairs of
+// pairs and so on: what a row ends with waits for this.
 inline constexpr double log2_terms[] = {2.88539008177792681472, 0.96179669392597560491, 0.57707801635558536294,
                                         0.4121985831111324021,  0.32059889797532520164, 0.26230818925253880134,
                                         0.22195308321368667814, 0.1923593387851951210,  0.16972882833987804793,

@@ -82,7 +82,10 @@ __attribute__((noinline)) void keep_rows(const kernel_call& c, const kernel_task
     T* const to = kept_row<T>(c, task, t.kv_head, t.row + l) + t.begin;
     int64_t k = 0;
     for (; k + w <= keys; k += w) store<T>(to + k, vec<T>::load_aligned(s + k));
-    for (; k < keys; ++k) to[k] = s[k];
+    if (k == keys) continue;
+    alignas(64) T some[w];
+    vec<T>::load_aligned(s + k).store_aligned(some);
+    store_some(to + k, keys - k, some);
   }
 }
 

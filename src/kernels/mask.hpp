@@ -112,11 +112,11 @@ __attribute__((noinline)) visibility see_tile(const kernel_call& c, const positi
   using integer = typename I::value_type;
   constexpr int64_t most_words = most_tile_keys / word_keys;
   const int64_t masked = min_of(end, c.kv_len - c.extra_keys) - begin;  // keys that masks speak of, may be <= 0
-  const uint8_t* mask = nullptr;                                        // of the first row
+  const uint8_t* mask = nullptr;                                        // of the kv head's first row
   int64_t to_member = 0, to_query = 0;
   if (c.mask != nullptr && masked > 0) {
     to_member = c.group == 1 ? 0 : c.mask_strides[1];
-    to_query = c.mask_strides[2];
+    to_query = c.q_len == 1 ? 0 : c.mask_strides[2];
     mask = c.mask + batch * c.mask_strides[0] + kv_head * c.group * c.mask_strides[1] + begin * c.mask_strides[3];
   }
   const bool rows_share = to_member == 0 && to_query == 0;

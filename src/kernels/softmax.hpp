@@ -129,15 +129,16 @@ MH_INLINE vec<double> add_sinks(row_states& rows, vec<double> sink, double exp_s
   const auto none = sink == B(-__builtin_inf());
   rows.total = xsimd::select(none, rows.total, xsimd::select(below, rows.total + lower, above));
   rows.top = xsimd::select(none | below, rows.top, score);
-  return xsimd::select(none & !no_keys, one, share);
+  return xsimd::select(xsimd::bitwise_andnot(none, no_keys), one, share);
 }
 
 // Of rows with these states; of empty ones -inf.
 MH_INLINE vec<double> lse_of(const row_states& rows, double exp_scale, int32_t base) {
-  // Each by itself: a top near the largest double would run over in units of log2.
+  // Each by itself, and finite as it is in natural units: a top near the largest double runs over in units of log2.
   const double unit = base == MH_LSE_BASE2 ? 1 : ln2;
   const vec<double> lse = xsimd::fma(rows.top, vec<double>(exp_scale * unit), log2_of(rows.total) * vec<double>(unit));
-  return xsimd::select(rows.total == vec<double>(0.0), vec<double>(-__builtin_inf()), lse);
+  const vec<double> least(lowest<double>), none(-__builtin_inf());
+  return xsimd::select(rows.total == vec<double>(0.0), none, at_most<double>(-least, at_least<double>(least, lse)));
 }
 MH_INLINE double lse_of(double top, double total, double exp_scale, int32_t base) {
   return lse_of({vec<double>(top), vec<double>(total)}, exp_scale, base).get(0);

@@ -55,37 +55,60 @@ struct weights_task {
     return to;
   }
 
-  // Calls f.operator()<N>(k) for all keys, N vectors from key k on.
+  // Keys of a row: in [seen_begin, seen_end) lie all that it sees; [begin, end) are the whole vectors that hold these.
+  struct row_keys {
+    int64_t begin, end, seen_begin, seen_end;
+  };
+  MH_INLINE row_keys keys_of(int64_t query) const {
+    const key_range seen = range_of(c, at, query);
+    const int64_t end = max_of(seen.begin, c.extra_keys > 0 ? c.kv_len : seen.end);
+    return {round_down<w>(seen.begin), round_up<w>(end), seen.begin, end};
+  }
+
+  // Calls f.operator()<N>(k) for all of them, N vectors from key k on; all of several are keys that lie in between.
   template <class F>
-  MH_INLINE void over_keys(const F& f) const {
-    const int64_t keys = c.kv_len;
-    int64_t k = 0;
-    for (; k + at_once * w <= keys; k += at_once * w) f.template operator()<at_once>(k);
-    for (; k < keys; k += w) f.template operator()<1>(k);
+  static MH_INLINE void over_keys(const row_keys& keys, const F& f) {
+    int64_t k = keys.begin;
+    if (k < keys.seen_begin && k < keys.end) {
+      f.template operator()<1>(k);
+      k += w;
+    }
+    for (; k + at_once * w <= keys.seen_end; k += at_once * w) f.template operator()<at_once>(k);
+    for (; k < keys.end; k += w) f.template operator()<1>(k);
   }
 
   // Scores s become exponentials, those of keys that are not seen -1: their weights are 0 in a NaN row too. Returns what the others
   // are to be multiplied with. sink: natural units.
-  MH_INLINE T exponentials(T* s, double sink) const {
+  MH_INLINE T exponentials(T* s, const row_keys& keys, double sink) const {
+    const vec<T> unseen(-infinity<T>);
+    const auto score = [=]<int N>(int64_t k) MH_INLINE_LAMBDA {
+      const vec<T> x = load(s + k);
+      if (N > 1 || (k >= keys.seen_begin && k + w <= keys.seen_end)) return x;
+      const vec<T> begin(static_cast<T>(keys.seen_begin - k)), end(static_cast<T>(keys.seen_end - k));
+      return xsimd::select((lane_numbers<T>() < begin) | (lane_numbers<T>() >= end), unseen, x);
+    };
     vec<T> tops[at_once];
     for (vec<T>& top : tops) top = vec<T>(lowest<T>);  // above -inf: weights of a row that sees no key are 0
-    over_keys([&]<int N>(int64_t k) MH_INLINE_LAMBDA {
+    over_keys(keys, [&]<int N>(int64_t k) MH_INLINE_LAMBDA {
 #pragma GCC unroll 8
-      for (int i = 0; i < N; ++i) tops[i] = larger<T>(tops[i], load(s + k + i * w));
+      for (int i = 0; i < N; ++i) tops[i] = larger<T>(tops[i], score.template operator()<N>(k + i * w));
     });
     for (const vec<T>& top : tops) tops[0] = larger<T>(tops[0], top);
     const T top = largest_of<T>(tops[0]);
     const vec<T> scale(static_cast<T>(c.exp_scale)), high(top);
     vec<T> sums[at_once];
     for (vec<T>& sum : sums) sum = vec<T>(T(0));
-    over_keys([&]<int N>(int64_t k) MH_INLINE_LAMBDA {
-      vec<T> x[N];
+    over_keys(keys, [&]<int N>(int64_t k) MH_INLINE_LAMBDA {
+      vec<T> of[N], x[N];
 #pragma GCC unroll 8
-      for (int i = 0; i < N; ++i) x[i] = (load(s + k + i * w) - high) * scale;
+      for (int i = 0; i < N; ++i) {
+        of[i] = score.template operator()<N>(k + i * w);
+        x[i] = (of[i] - high) * scale;
+      }
       exp2_of<T, N>(x);
 #pragma GCC unroll 8
       for (int i = 0; i < N; ++i) {
-        const auto closed = load(s + k + i * w) == vec<T>(-infinity<T>);
+        const auto closed = of[i] == unseen;
         sums[i] = sums[i] + xsimd::select(closed, vec<T>(T(0)), x[i]);
         store<T>(s + k + i * w, xsimd::select(closed, vec<T>(T(-1)), x[i]));
       }
@@ -97,16 +120,28 @@ struct weights_task {
     return static_cast<T>(total == 0 ? 0.0 : 1.0 / total);
   }
 
-  MH_INLINE void write_row(const T* s, const outputs& to, T each) const {
+  // Weights 0 of keys [begin, end), end that of the row or whole vectors before it.
+  MH_INLINE void write_zeros(const outputs& to, int64_t begin, int64_t end) const {
+    const vec<T> zero(T(0));
+    const auto write = [=](T* row, int64_t stride) MH_INLINE_LAMBDA {
+      for (int64_t k = begin; row != nullptr && k < end; k += w)
+        write_some<Real>(row + k * stride, stride, min_of(w, end - k), zero);
+    };
+    write(to.weights, to.weights_stride);
+    if (to.first_head) write(to.mean, to.mean_stride);
+  }
+
+  MH_INLINE void write_row(const T* s, const row_keys& keys, const outputs& to, T each) const {
     const vec<T> factor(each), share(T(1) / static_cast<T>(c.heads));
     // A name for each: what is stored may change *this and `to`, for all that a compiler knows.
     T *const weights = to.weights, *const mean = to.mean, *const columns = to.columns;
-    const int64_t weights_stride = to.weights_stride, mean_stride = to.mean_stride, keys = c.kv_len;
+    const int64_t weights_stride = to.weights_stride, mean_stride = to.mean_stride, kv_len = c.kv_len;
     const bool first_head = to.first_head;
-    over_keys([=]<int N>(int64_t k) MH_INLINE_LAMBDA {
+    write_zeros(to, 0, keys.begin);
+    over_keys(keys, [=]<int N>(int64_t k) MH_INLINE_LAMBDA {
 #pragma GCC unroll 8
       for (int i = 0; i < N; ++i) {
-        const int64_t key = k + i * w, n = N > 1 ? w : min_of(w, keys - key);
+        const int64_t key = k + i * w, n = N > 1 ? w : min_of(w, kv_len - key);
         const vec<T> exponential = load(s + key);
         const vec<T> x = xsimd::select(exponential < vec<T>(T(0)), vec<T>(T(0)), exponential * factor);
         if (weights != nullptr) write_some<Real>(weights + key * weights_stride, weights_stride, n, x);
@@ -119,6 +154,7 @@ struct weights_task {
         }
       }
     });
+    write_zeros(to, keys.end, kv_len);
   }
 
   void write_head(int64_t kv_head) const {
@@ -126,12 +162,9 @@ struct weights_task {
     for (int64_t row = task.row_begin; row < task.row_end; ++row, r.step(c)) {
       const int64_t head = kv_head * c.group + r.member;
       T* const s = kept_row<T>(c, task, kv_head, row);
-      const key_range seen = range_of(c, at, r.query);
-      const int64_t end = max_of(seen.begin, c.extra_keys > 0 ? c.kv_len : seen.end);
-      close_kept<T>(s, 0, seen.begin);
-      close_kept<T>(s, end, round_up<w>(c.kv_len));
-      const T each = exponentials(s, sink_of<T>(c, head, 0));
-      write_row(s, outputs_of(head, r.query), each);
+      const row_keys keys = keys_of(r.query);
+      const T each = exponentials(s, keys, sink_of<T>(c, head, 0));
+      write_row(s, keys, outputs_of(head, r.query), each);
     }
   }
 
