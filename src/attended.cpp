@@ -15,6 +15,14 @@ key_range attended_keys(const problem& p, int64_t i) {
   return {begin, std::max(begin, std::min(keys, r.end))};
 }
 
+int64_t most_keys_between(const problem& p) {
+  const bool ends = p.causal || p.window_right >= 0;
+  if (p.extra_keys > 0 || p.window_left < 0 || !ends) return p.kv_len;
+  int64_t keys = std::min(p.window_left, p.kv_len);
+  if (!p.causal) keys += std::min(p.window_right, p.kv_len);
+  return std::min(p.kv_len, keys + p.q_len);
+}
+
 bool has_even_rows(const problem& p) { return !p.causal && !p.has_window(); }
 
 double attended_pairs(const problem& p) {

@@ -153,7 +153,9 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cp
   choose_route(plan, pairs, core);
 
   plan.chunk_keys = round_up(split_keys, plan.block_kv);
-  plan.chunks = rows <= split_rows ? std::max<int64_t>(1, blocks(p.kv_len, plan.chunk_keys)) : 1;
+  // Of a window the first chunk begins with a whole tile (kernels/positions.hpp: chunks_from).
+  const int64_t split = std::min(p.kv_len, most_keys_between(p) + plan.block_kv - 1);
+  plan.chunks = rows <= split_rows ? std::max<int64_t>(1, blocks(split, plan.chunk_keys)) : 1;
   if (plan.chunks == 1) plan.chunk_keys = round_up(std::max<int64_t>(p.kv_len, 1), plan.block_kv);
 
   // Heads of several entries as those of one, so that the steps of several follow each other in a task (reading.cpp: heads_of_task)

@@ -200,7 +200,8 @@ double schedule::cost_of(int64_t position) const {
   const problem& p = plan_.p;
   const int64_t panel = plan_.panel_rows, lanes = plan_.lanes();
   const bool weighs = plan_.keeps == keeping::of_task;
-  const int64_t chunk_begin = weighs ? 0 : t.chunk * plan_.chunk_keys;
+  const int64_t chunk_begin =
+      weighs ? 0 : chunks_from(p, attended_keys(p, 0).begin, plan_.block_kv) + t.chunk * plan_.chunk_keys;
   const int64_t chunk_end = weighs ? p.kv_len : chunk_begin + plan_.chunk_keys;
   const int64_t last = t.row_end == p.rows() ? plan_.last_rows : 0, whole = t.row_end - last;
   double cost = 0;

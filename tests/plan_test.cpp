@@ -8,6 +8,7 @@
 #include <tuple>
 #include <vector>
 
+#include "attended.hpp"
 #include "core_test.hpp"
 #include "error.hpp"
 #include "json.hpp"
@@ -103,7 +104,8 @@ TEST_CASE("a plan covers its problem") {
         CHECK((a.last_rows >= 0 && (a.last_rows == 0 || whole > 0) && a.last_rows <= most_decode_rows));
         CHECK((a.row_blocks * a.block_q >= whole && (a.row_blocks - 1) * a.block_q < std::max<int64_t>(whole, 1)));
         CHECK(a.chunk_keys % a.block_kv == 0);
-        CHECK((a.chunks * a.chunk_keys >= p.kv_len && (a.chunks - 1) * a.chunk_keys < std::max<int64_t>(p.kv_len, 1)));
+        CHECK(a.chunks * a.chunk_keys >= std::min(p.kv_len, most_keys_between(p) + a.block_kv - 1));
+        CHECK((a.chunks - 1) * a.chunk_keys < std::max<int64_t>(p.kv_len, 1));
         CHECK(a.tasks == p.batch * p.kv_heads * a.row_blocks * a.chunks);
         CHECK((a.tiles_skipped >= 0 && a.tiles_skipped <= 1));
         constexpr uint32_t of_weights = MH_OUTPUT_WEIGHTS | MH_OUTPUT_MEAN_WEIGHTS | MH_OUTPUT_COLUMN_SUMS;
@@ -220,6 +222,12 @@ TEST_CASE("short queries against long keys are split") {
   CHECK(plan_of("f32 b1 h1 q8 kv4096 d64").chunks > 4);
   CHECK(plan_of("f32 b1 h1 q1 kv100 d64").chunks == 1);
   CHECK(plan_of("f32 b1 h8 q1024 kv2048 d64").chunks == 1);
+  // Of a window, as many as it needs wherever it lies; where it has no end, or extra keys follow, those of all keys.
+  CHECK(plan_of("f32 b1 h8 q1 kv131072 d64 window=127,0 align=br").chunks == 1);
+  CHECK(plan_of("f32 b1 h8 q1 kv131072 d64 causal window=127,-1 align=br").chunks == 1);
+  CHECK(plan_of("f32 b1 h8 q2 kv131072 d64 window=2000,500 offsets").chunks == 6);
+  CHECK(plan_of("f32 b1 h8 q1 kv131072 d64 window=127,-1 align=br").chunks == 256);
+  CHECK(plan_of("f32 b1 h8 q1 kv131072 d64 window=127,0 extra=1 align=br").chunks == 256);
   CHECK(plan_of("f32 b1 h8 q1 kv100 d64").kernel == route_decode);
   CHECK(plan_of("f32 b1 h8 q1000 kv100 d64").kernel != route_decode);
 }

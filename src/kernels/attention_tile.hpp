@@ -135,8 +135,8 @@ struct tile_task {
       begin = min_of(begin, x.clip().begin);
       end = max_of(end, x.clip().end);
     }
-    begin = max_of(begin, task.chunk * c.chunk_keys);
-    if (c.chunks > 1) end = min_of(end, (task.chunk + 1) * c.chunk_keys);
+    begin = max_of(begin, chunk_begin(c, at, task.chunk));
+    if (c.chunks > 1) end = min_of(end, chunk_begin(c, at, task.chunk + 1));
     for (int64_t b = begin / c.block_kv * c.block_kv; b < end; b += c.block_kv) {
       const int64_t tile_begin = max_of(b, begin);
       const int64_t tile_end = min_of(b + c.block_kv, end);

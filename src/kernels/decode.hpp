@@ -96,12 +96,12 @@ struct decode_task : step_weights<D> {
 
   // The key that a task begins with.
   MH_INLINE int64_t first_key(const positions& p, const kernel_task& of) const {
-    return max_of(range_of(c, p, of.row_begin / c.group).begin, of.chunk * c.chunk_keys);
+    return max_of(range_of(c, p, of.row_begin / c.group).begin, chunk_begin(c, p, of.chunk));
   }
   // And where its keys end.
   MH_INLINE int64_t end_of_keys() const {
     const int64_t end = c.extra_keys > 0 ? c.kv_len : range_of(c, at, (task.row_end - 1) / c.group).end;
-    return c.chunks > 1 ? min_of(end, (task.chunk + 1) * c.chunk_keys) : end;
+    return c.chunks > 1 ? min_of(end, chunk_begin(c, at, task.chunk + 1)) : end;
   }
 
   // Where heads lie side by side: so that a line, and a page, is read for all of them at about the same time.

@@ -77,7 +77,7 @@ struct alignas(64) kernel_call : reading {  // copied for each call, by whole li
   double* partial_states;
   int64_t batch;
   int64_t chunks;      // 1 = not split: tasks write out and lse themselves
-  int64_t chunk_keys;  // keys of a chunk, a multiple of the panels' block_kv
+  int64_t chunk_keys;  // keys of a chunk, a multiple of the panels' block_kv; where they begin: positions.hpp
 
   int64_t block_kv;   // keys of a tile; borders lie at its multiples
   int64_t unit_keys;  // of a batch entry, at most, for a decode step to multiply on the matrix unit

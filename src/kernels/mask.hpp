@@ -75,6 +75,11 @@ MH_INLINE key_range range_of(const kernel_call& c, const positions& at, int64_t 
   return {min_of(max_of(0, r.begin), at.used), min_of(at.used, r.end)};
 }
 
+// The key that a chunk begins with.
+MH_INLINE int64_t chunk_begin(const kernel_call& c, const positions& at, int64_t chunk) {
+  return chunks_from(c, range_of(c, at, 0).begin, c.block_kv) + chunk * c.chunk_keys;
+}
+
 // Bits [begin, end) of a word, for any integers.
 MH_INLINE uint32_t bit_range(int64_t begin, int64_t end) {
   begin = max_of(begin, 0);

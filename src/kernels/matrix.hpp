@@ -461,10 +461,10 @@ struct matrix_task {
       begin = min_of(begin, p[i].clip().begin);
       end = max_of(end, p[i].clip().end);
     }
-    begin = max_of(begin, task.chunk * c.chunk_keys);
+    begin = max_of(begin, chunk_begin(c, at, task.chunk));
     // Tiles hold the same keys whatever the panels of the task, so that results do not depend on task sizes.
     int64_t last = c.extra_keys > 0 ? c.kv_len : at.used;
-    if (c.chunks > 1) last = min_of(last, (task.chunk + 1) * c.chunk_keys);
+    if (c.chunks > 1) last = min_of(last, chunk_begin(c, at, task.chunk + 1));
     end = min_of(end, last);
     for (int64_t b = begin / c.block_kv * c.block_kv; b < end; b += c.block_kv) {
       const int64_t tile_end = min_of(b + c.block_kv, last);
@@ -509,8 +509,8 @@ struct matrix_task {
     if (!empty) return true;
     tile_at all{task.batch, operands.kv_head, x.row, x.count, x.clip().begin, x.clip().end};
     if (c.chunks > 1) {
-      all.begin = max_of(all.begin, task.chunk * c.chunk_keys);
-      all.end = min_of(all.end, (task.chunk + 1) * c.chunk_keys);
+      all.begin = max_of(all.begin, chunk_begin(c, at, task.chunk));
+      all.end = min_of(all.end, chunk_begin(c, at, task.chunk + 1));
     }
     return !any_sees<T>(c, at, all, is_empty);
   }

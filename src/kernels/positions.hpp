@@ -31,5 +31,12 @@ inline key_range reach_of(const Problem& p, int64_t position) {
   return r;
 }
 
+// The key that chunks of a split are counted from, where the first query may attend none before `first`: with a window that of the
+// tile that holds it. A step that sees 128 keys at the end of 131072 would else have 256 chunks, all but one of them empty.
+template <class Problem>
+inline int64_t chunks_from(const Problem& p, int64_t first, int64_t block_kv) {
+  return p.window_left < 0 || p.extra_keys > 0 ? 0 : first / block_kv * block_kv;
+}
+
 }  // namespace
 }  // namespace manyhead
