@@ -171,8 +171,8 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cp
   choose_keeping(plan, l2_bytes);
 
   const double heads = static_cast<double>(p.batch * p.heads), dims = static_cast<double>(p.head_dim + p.v_dim);
-  const double kv_bytes =
-      static_cast<double>(element) * dims * static_cast<double>(p.batch * p.kv_heads) * static_cast<double>(p.kv_len);
+  const double kv_bytes = static_cast<double>(element) * dims * static_cast<double>(p.batch * p.kv_heads) *
+                          static_cast<double>(most_keys_between(p));
   double others = 0;  // of masks and biases
   if (p.has_input(MH_INPUT_MASK)) others += pair_bytes(p, p.mask_strides, 1);
   if (p.has_input(MH_INPUT_BIAS)) others += pair_bytes(p, p.bias_strides, dtype_size(p.bias_dtype));

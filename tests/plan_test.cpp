@@ -225,6 +225,7 @@ TEST_CASE("short queries against long keys are split") {
   // Of a window, as many as it needs wherever it lies; where it has no end, or extra keys follow, those of all keys.
   CHECK(plan_of("f32 b1 h8 q1 kv131072 d64 window=127,0 align=br").chunks == 1);
   CHECK(plan_of("f32 b1 h8 q1 kv131072 d64 causal window=127,-1 align=br").chunks == 1);
+  CHECK(plan_of("f32 b1 h8 q1 kv131072 d64 window=127,0 align=br").bytes == plan_of("f32 b1 h8 q1 kv128 d64").bytes);
   CHECK(plan_of("f32 b1 h8 q2 kv131072 d64 window=2000,500 offsets").chunks == 6);
   CHECK(plan_of("f32 b1 h8 q1 kv131072 d64 window=127,-1 align=br").chunks == 256);
   CHECK(plan_of("f32 b1 h8 q1 kv131072 d64 window=127,0 extra=1 align=br").chunks == 256);
