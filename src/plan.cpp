@@ -190,6 +190,14 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cp
   return plan;
 }
 
+plan with_chunks(const plan& whole, int64_t chunks) {
+  plan fewer = whole;
+  fewer.tasks = whole.tasks / whole.chunks * chunks;
+  fewer.chunks = fewer.call.chunks = chunks;
+  fewer.alone = cut_for(fewer, 1);
+  return fewer;
+}
+
 plan make_plan(const problem& p, const kernel_table& table, const machine& m) {
   return make_plan(p, table, m.l2_bytes, m.core, m.l3_bytes);
 }

@@ -83,6 +83,9 @@ plan make_plan(const problem& p, const kernel_table& table, int64_t l2_bytes, cp
                int64_t l3_bytes = 0);
 plan make_plan(const problem& p, const kernel_table& table, const machine& m);
 
+// The same with fewer chunks, for a run whose keys all lie in the first ones. What it needs of memory stays.
+plan with_chunks(const plan& whole, int64_t chunks);
+
 // "f32 b1 h8 q128 kv128 d64: attention/f32/tile@avx512 (avx512, f32), block_q 144, ..." or as JSON; with the balance of its first pass on
 // so many threads (schedule.hpp). In describe.cpp.
 std::string describe(const plan& plan, bool json, int64_t threads = 1);

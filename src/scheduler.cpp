@@ -10,6 +10,7 @@
 #include "check.hpp"
 #include "deal.hpp"
 #include "fp_state.hpp"
+#include "kernels/positions.hpp"
 #include "pool.hpp"
 #include "profile.hpp"
 #include "route.hpp"
@@ -338,6 +339,15 @@ __attribute__((noinline)) void later_passes(const job& j, void* column_sums, int
   }
 }
 
+// A cache may be much longer than what is in use: chunks that no batch entry has keys for are left out.
+int64_t chunks_in_use(const plan& plan, const mh_tensors& tensors) {
+  const problem& p = plan.p;
+  if (plan.chunks == 1 || !p.has_input(MH_INPUT_SEQUSED_K) || p.extra_keys > 0) return plan.chunks;
+  int64_t used = 1;
+  for (int64_t b = 0; b < p.batch; ++b) used = std::max(used, index_at(tensors.seqused_k, p.index_type, b));
+  return std::min(plan.chunks, blocks(used, plan.chunk_keys));
+}
+
 }  // namespace
 
 int32_t thread_count(const plan& plan, int32_t threads) {
@@ -357,6 +367,8 @@ int64_t workspace_bytes(const plan& plan, int32_t threads) {
 }
 
 void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec, const watched_call* within) {
+  if (const int64_t chunks = chunks_in_use(plan, tensors); chunks < plan.chunks)
+    return run(with_chunks(plan, chunks), tensors, exec, within);
   const int64_t threads =
       plan.is_short() ? 1 : std::min<int64_t>(thread_count(plan, exec.threads), usable_threads(exec));
   workspace memory(workspace_bytes(plan, exec.threads), exec);
