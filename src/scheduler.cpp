@@ -339,13 +339,21 @@ __attribute__((noinline)) void later_passes(const job& j, void* column_sums, int
   }
 }
 
-// A cache may be much longer than what is in use: chunks that no batch entry has keys for are left out.
-int64_t chunks_in_use(const plan& plan, const mh_tensors& tensors) {
+// A cache may be much longer than what is in use or has been reached: chunks that no batch entry's queries attend are left out.
+int64_t chunks_in_use(const plan& plan, const mh_tensors& t) {
   const problem& p = plan.p;
-  if (plan.chunks == 1 || !p.has_input(MH_INPUT_SEQUSED_K) || p.extra_keys > 0) return plan.chunks;
-  int64_t used = 1;
-  for (int64_t b = 0; b < p.batch; ++b) used = std::max(used, index_at(tensors.seqused_k, p.index_type, b));
-  return std::min(plan.chunks, blocks(used, plan.chunk_keys));
+  const bool lengths = p.has_input(MH_INPUT_SEQUSED_K), offsets = p.has_input(MH_INPUT_Q_OFFSET);
+  if (plan.chunks == 1 || p.extra_keys > 0 || !(lengths || p.causal || p.window_right >= 0)) return plan.chunks;
+  int64_t keys = 1;
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const int64_t used = lengths ? index_at(t.seqused_k, p.index_type, b) : p.kv_len;
+    const int64_t offset =
+        offsets ? index_at(t.q_offset, p.index_type, b) : offset_of(p.align, used, p.q_len, p.q_offset);
+    const int64_t first = std::clamp<int64_t>(reach_of(p, offset).begin, 0, used);
+    const int64_t end = std::min(used, reach_of(p, offset + p.q_len - 1).end);
+    keys = std::max(keys, end - chunks_from(p, first, plan.block_kv));
+  }
+  return std::min(plan.chunks, blocks(keys, plan.chunk_keys));
 }
 
 }  // namespace

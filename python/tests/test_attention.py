@@ -133,15 +133,21 @@ def test_keys_behind_such_a_bias_count_nothing(lowest, q_len):
     np.testing.assert_allclose(got.lse, want.lse, 1e-5, 1e-6)
 
 
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("q_len", [1, 3, 40])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_a_cache_has_room_for_changes_no_bit(dtype, q_len):
+def test_what_a_cache_has_room_for_changes_no_bit(dtype, q_len, causal):
     q, k, v = (x.astype(DTYPES[dtype]) for x in tensors(2, 2, 5000, 64))
     q, options = q[:, :, :q_len], {"return_lse": True, "return_weights": True}
     for used in (490, 0), (700, 1100):  # of chunks of 512 keys one, one and none, two and three
-        cache = manyhead.attention(q, k, v, seqused_k=np.array(used), **options)
+        if causal:
+            places = {"causal": True, "q_offset": np.array(used) - q_len}
+        else:
+            places = {"seqused_k": np.array(used)}
+        cache = manyhead.attention(q, k, v, **places, **options)
         for i, n in enumerate(used):
-            alone = manyhead.attention(*(x[i : i + 1] for x in (q, k[:, :, :n], v[:, :, :n])), **options)
+            ends = {"causal": True, "align": "bottom_right"} if causal else {}
+            alone = manyhead.attention(*(x[i : i + 1] for x in (q, k[:, :, :n], v[:, :, :n])), **ends, **options)
             assert cache.out[i].tobytes() == alone.out[0].tobytes() and cache.lse[i].tobytes() == alone.lse[0].tobytes()
             assert (
                 cache.weights[i, ..., :n].tobytes() == alone.weights[0].tobytes()
