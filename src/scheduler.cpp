@@ -344,6 +344,8 @@ int64_t chunks_in_use(const plan& plan, const mh_tensors& t) {
   const problem& p = plan.p;
   const bool lengths = p.has_input(MH_INPUT_SEQUSED_K), offsets = p.has_input(MH_INPUT_Q_OFFSET);
   if (plan.chunks == 1 || p.extra_keys > 0 || !(lengths || p.causal || p.window_right >= 0)) return plan.chunks;
+  // Weights of rows far from 0 are more exact without a split (kernels/kept.hpp), which must not depend on the other entries.
+  if (plan.call.may_lie_far && plan.keeps != keeping::nothing) return plan.chunks;
   int64_t keys = 1;
   for (int64_t b = 0; b < p.batch; ++b) {
     const int64_t used = lengths ? index_at(t.seqused_k, p.index_type, b) : p.kv_len;
