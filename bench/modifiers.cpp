@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <functional>
 #include <iterator>
+#include <limits>
 #include <random>
 #include <string>
 #include <utility>
@@ -42,7 +43,8 @@ struct options {
 struct arrays {
   buffer q, k, v, out;
   std::vector<float> bias, slopes, sinks, lse, pairs;  // pairs: of weights or scores
-  std::vector<uint8_t> mask, key_mask;
+  std::vector<uint8_t> mask, key_mask, lower;          // lower: a causal mask
+  std::vector<float> lower_bias;                       // the same as a bias
 };
 
 // A problem of q_len queries and keys, and how many pairs of (query, key) a head attends.
@@ -94,6 +96,20 @@ std::vector<variant> variants_of(arrays& a, int64_t n) {
        seen},
       {"boolean mask, of each head", with_mask,
        static_cast<double>(std::count(a.mask.begin(), a.mask.end(), 1)) / static_cast<double>(heads)},
+      {"boolean mask that is causal",
+       [=, &a](mh_problem& p, mh_tensors& t) {
+         p.inputs |= MH_INPUT_MASK;
+         t.mask = a.lower.data();
+         for_all_heads(p.mask_strides);
+       },
+       0.5 * static_cast<double>(n * (n + 1))},
+      {"bias of 0 and -inf, causal",
+       [=, &a](mh_problem& p, mh_tensors& t) {
+         p.inputs |= MH_INPUT_BIAS;
+         t.bias = a.lower_bias.data();
+         for_all_heads(p.bias_strides);
+       },
+       0.5 * static_cast<double>(n * (n + 1))},
       {"key padding, the last eighth",
        [&a](mh_problem& p, mh_tensors& t) {
          p.inputs |= MH_INPUT_KEY_MASK;
@@ -154,12 +170,19 @@ void measure(int64_t n, const options& o) {
            floats(heads * n),
            floats(heads * n * n),
            std::vector<uint8_t>(static_cast<std::size_t>(heads * n * n)),
-           std::vector<uint8_t>(static_cast<std::size_t>(n), 1)};
+           std::vector<uint8_t>(static_cast<std::size_t>(n), 1),
+           std::vector<uint8_t>(static_cast<std::size_t>(n * n)),
+           std::vector<float>(static_cast<std::size_t>(n * n))};
   for (const buffer* x : {&a.q, &a.k, &a.v, &a.out})
     for (int64_t i = 0; i < size; ++i) elements::store(o.dtype.second, x->data(), i, normal(bits));
   for (int64_t h = 0; h < heads; ++h)  // the usual slopes, down to 2^-8
     a.slopes[static_cast<std::size_t>(h)] = std::exp2(-8.0F * static_cast<float>(h + 1) / static_cast<float>(heads));
   for (uint8_t& bit : a.mask) bit = bits() % 16 != 0;  // no tile without a key that is masked
+  for (int64_t i = 0; i < n * n; ++i) {
+    const bool seen = i % n <= i / n;
+    a.lower[static_cast<std::size_t>(i)] = seen ? 1 : 0;
+    a.lower_bias[static_cast<std::size_t>(i)] = seen ? 0.0F : -std::numeric_limits<float>::infinity();
+  }
   std::fill(a.key_mask.end() - n / 8, a.key_mask.end(), uint8_t{0});
 
   for (const variant& x : variants_of(a, n)) {

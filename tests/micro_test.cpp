@@ -506,7 +506,7 @@ TEST_CASE("results are asked for once, with the tile that few of the panel's key
     x.row = 3;
     x.count = 4;
     x.vectors = 1;
-    x.reach[0] = {0, last};
+    x.clip = {0, last};
     for (int64_t i = 0; i * 64 < last; ++i) {
       const upcoming rows = results_ahead<f32>(c, task, 0, (i + 1) * 64, x);
       CHECK(rows.rows == (i == tile ? 4 : 0));
@@ -569,7 +569,7 @@ TEST_CASE_TEMPLATE("visibility bits", T, float, double) {
     const int64_t begin = pick(0, c.kv_len);
     const int64_t end = pick(begin, std::min(c.kv_len, begin + most_tile_keys));
     std::vector<bits<T>> words(static_cast<size_t>((end - begin + 63) / word_keys * width), 0);
-    const visibility see = see_tile<T>(c, at, 0, 0, row, count, width, begin, end, words.data());
+    const visibility see = see_tile<T>(c, at, {0, 0, row, count, begin, end}, width, words.data());
     bool any = false;
     bool hidden = false;
     for (int64_t lane = 0; lane < count; ++lane) {
@@ -625,6 +625,149 @@ struct biases {
   }
 };
 
+// What a bias leaves open, and whether it does something else, against the definition.
+TEST_CASE_TEMPLATE("biases that close keys", T, float, double) {
+  std::mt19937 random(24);
+  const auto pick = [&](int64_t low, int64_t high) {
+    return low + static_cast<int64_t>(random() % static_cast<uint64_t>(high - low + 1));
+  };
+  const auto lowest_bf16 = static_cast<double>(bf16::widen(0xff7f));
+  for (int round = 0; round < 300; ++round) {
+    // Which numbers there are: masks of 0 and -inf, masks of 0 and the lowest number, and biases that are no masks.
+    const double numbers[] = {0,   -0.0,  -infinity<double>, sizeof(T) == 4 ? lowest_bf16 : -1.79e308,
+                              1.5, -1e30, std::nan("")};
+    const int64_t kinds = pick(2, 7), zeros = pick(0, 2);
+    biases bias;
+    for (size_t i = 0; i < bias.doubles.size(); ++i) {
+      const double x = numbers[pick(0, 2) < zeros ? 0 : pick(0, kinds - 1)];
+      bias.doubles[i] = x;
+      bias.floats[i] = static_cast<float>(x);
+      bias.bf16s[i] = bf16::narrow(bias.floats[i]);
+      bias.f16s[i] = f16::narrow(bias.floats[i]);
+    }
+    kernel_call c{};
+    c.group = pick(1, 3);
+    c.extra_keys = pick(0, 2);
+    const int64_t width = lanes<T> * pick(1, max_panel_vectors), begin = pick(0, 70);
+    const tile_at t{1, 1, pick(0, 5), pick(1, width), begin, begin + pick(1, most_tile_keys)};
+    c.kv_len = t.end - pick(0, c.extra_keys) + c.extra_keys;
+    c.bias_dtype = static_cast<int32_t>(pick(0, 3));
+    c.bias = bias.of(c.bias_dtype);
+    const int64_t key_strides[] = {1, 1, 1, 2, 0};
+    const int64_t strides[4] = {500, 301 * pick(0, 1), 157 * pick(0, 1), key_strides[pick(0, 4)]};
+    std::copy_n(strides, 4, c.bias_strides);
+    const T closed_to = pick(0, 1) == 0 ? -infinity<T> : least_bias<T>;
+    std::vector<bits<T>> words(static_cast<size_t>((t.keys() + word_keys - 1) / word_keys * width), 0);
+    const bool adds = open_of_bias<T>(c, t, width, closed_to, words.data());
+    bool want_adds = false;
+    int64_t wrong = 0;
+    for (int64_t lane = 0; lane < width; ++lane) {
+      const int64_t row = t.row + min_of(lane, t.count - 1);
+      const int64_t place = strides[0] + (c.group + row % c.group) * strides[1] + row / c.group * strides[2];
+      for (int64_t key = t.begin; key < t.end; ++key) {
+        const bool has_bias = key < c.kv_len - c.extra_keys;
+        const double b = has_bias ? bias.at(c.bias_dtype, place + key * strides[3]) : 0;
+        const bool closes = b <= static_cast<double>(closed_to);
+        const auto word = words[static_cast<size_t>((key - t.begin) / word_keys * width + lane)];
+        wrong += (word >> ((key - t.begin) % word_keys) & 1U) == (closes ? 0U : 1U) ? 0 : 1;
+        want_adds = want_adds || (!closes && !(b == 0));
+      }
+    }
+    CAPTURE(round);
+    CHECK(wrong == 0);
+    CHECK(adds == want_adds);
+    // No tile that something closes whole may pass for one of a bias that is no mask.
+    bool none = true;
+    for (const bits<T> word : words) none = none && static_cast<uint32_t>(word) == 0;
+    if (none && c.kv_len > word_keys) CHECK(bias_may_close<T>(c, t));
+  }
+}
+
+// What is left of a tile and of what its vectors reach.
+TEST_CASE_TEMPLATE("tiles that end with the last key seen", T, float, double) {
+  std::mt19937 random(25);
+  const auto pick = [&](int64_t low, int64_t high) {
+    return low + static_cast<int64_t>(random() % static_cast<uint64_t>(high - low + 1));
+  };
+  constexpr int NV = 2;
+  constexpr int64_t width = NV * lanes<T>;
+  for (int round = 0; round < 400; ++round) {
+    kernel_call c{};
+    c.kept_pitch = pick(0, 3) == 0 ? 8 : 0;
+    panel<T> x{};
+    x.vectors = NV;
+    x.count = width;
+    const int64_t keys = pick(1, most_tile_keys), begin = pick(0, 100);
+    // Of each vector an interval, whole or with holes, or nothing.
+    std::vector<bits<T>> words(static_cast<size_t>((keys + word_keys - 1) / word_keys * width), 0);
+    const auto sees = [&](int64_t lane, int64_t key) {
+      return (words[static_cast<size_t>(key / word_keys * width + lane)] >> (key % word_keys) & 1U) != 0;
+    };
+    const bool alike = pick(0, 2) == 0, holes = pick(0, 1) == 0;
+    int64_t from = 0, to = 0;
+    for (int64_t lane = 0; lane < width; ++lane) {
+      if (lane % lanes<T> == 0 && (lane == 0 || !alike)) {
+        from = pick(0, keys - 1);
+        to = pick(0, 4) == 0 ? from : pick(from, keys);
+      }
+      for (int64_t key = from; key < to; ++key) {
+        if (holes && pick(0, 9) == 0) continue;
+        words[static_cast<size_t>(key / word_keys * width + lane)] |= bits<T>(1) << (key % word_keys);
+      }
+    }
+    key_range want[NV], all{keys, 0};
+    int64_t seen = 0;
+    for (int v = 0; v < NV; ++v) {
+      want[v] = {keys, 0};
+      for (int64_t key = 0; key < keys; ++key) {
+        for (int64_t l = 0; l < lanes<T>; ++l) {
+          if (!sees(v * lanes<T> + l, key)) continue;
+          want[v] = {min_of(want[v].begin, key), key + 1};
+          ++seen;
+        }
+      }
+      all = {min_of(all.begin, want[v].begin), max_of(all.end, want[v].end)};
+    }
+    if (seen == 0 || seen == keys * width) continue;  // such tiles do not come here
+
+    tile_at t{0, 0, 0, width, begin, begin + keys};
+    panel_view<T> view{visibility::some, false, words.data(), {}};
+    narrow_panel<T>(c, x, t, view);
+    CAPTURE(round);
+    const int64_t cut = t.begin - begin;
+    if (c.kept_pitch > 0) {
+      CHECK(t.keys() == keys);
+    } else {
+      CHECK(cut == all.begin / word_keys * word_keys);
+      CHECK(t.end == begin + all.end);
+      CHECK(view.see == (seen == t.keys() * width ? visibility::all : visibility::some));
+    }
+    CHECK(view.words == words.data() + cut / word_keys * width);
+    stairs<NV> reached;
+    stairs_of<T, NV>(view, t.keys(), reached);
+    for (int v = 0; v < NV; ++v) {
+      if (want[v].end > 0) {
+        CHECK(view.seen[v].begin == want[v].begin - cut);
+        CHECK(view.seen[v].end == want[v].end - cut);
+      }
+      CHECK(view.seen[v].end <= t.keys());
+      // Vectors reach what they see, in order.
+      CHECK(reached.begin[v] >= 0);
+      CHECK(reached.end[v] >= 0);
+      CHECK(reached.end[v] <= t.keys());
+      if (want[v].end > 0) {
+        CHECK(reached.begin[v] <= view.seen[v].begin);
+        CHECK(reached.end[v] >= view.seen[v].end);
+      }
+      if (v > 0) {
+        CHECK(reached.begin[v - 1] <= reached.begin[v]);
+        CHECK(reached.end[v - 1] <= reached.end[v]);
+      }
+    }
+    CHECK(reached.begin[NV - 1] <= reached.end[0]);
+  }
+}
+
 template <class T, int NV, bool Closes>
 void check_changed_scores(const biases& bias) {
   constexpr int64_t width = NV * lanes<T>;
@@ -666,7 +809,7 @@ void check_changed_scores(const biases& bias) {
     tile_at whole = t;
     whole.begin -= 32 * pick(0, 1);  // t may be some of a tile's keys
     row_terms<T> rows;
-    rows.look_up(c, at, whole, width);
+    rows.look_up(c, at, whole, width, c.bias != nullptr);
 
     // Of each lane one score lies far above the others, one is -inf and one NaN.
     aligned<T> s((keys + 1) * width), tops(width, -infinity<T>);
@@ -688,8 +831,9 @@ void check_changed_scores(const biases& bias) {
     }
     const std::vector<T> before(s.get(), s.get() + (keys + 1) * width);
     std::vector<T> want_tops(tops.get(), tops.get() + width);
-    change_scores<T, NV, Closes>(c, rows, t, hides ? visibility::some : visibility::all, words.data(), s.get(),
-                                 tops.get(), scale);
+    const panel_view<T> view{hides ? visibility::some : visibility::all, c.bias != nullptr, words.data(), {}};
+    for (int64_t lane = 0; lane < width; ++lane) rows.closed_to[lane] = pick(0, 1) == 0 ? -infinity<T> : T(-3);
+    change_scores<T, NV, Closes>(c, rows, t, view, s.get(), tops.get(), scale);
 
     int64_t wrong = 0;
     for (int64_t lane = 0; lane < width; ++lane) {
@@ -708,7 +852,7 @@ void check_changed_scores(const biases& bias) {
         if (c.bias != nullptr && t.begin + k < c.kv_len - c.extra_keys) {
           const int64_t place = c.bias_strides[0] + head * c.bias_strides[1] + query * c.bias_strides[2];
           const double b = bias.at(c.bias_dtype, place + (t.begin + k) * c.bias_strides[3]);
-          x = Closes && b == -infinity<double> ? b : x + b;
+          x = Closes && b <= static_cast<double>(rows.closed_to[lane]) ? -infinity<double> : x + b;
           size += std::abs(b);
         }
         const bool hidden =

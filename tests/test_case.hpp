@@ -8,6 +8,8 @@
 //          poison    normal, and NaN and inf in some keys that some rows attend
 //          nanbias   normal, and a bias of one key that is NaN, for few rows
 //          padded    normal, and a bias that is the lowest finite number for the first half of the keys, for some rows for all
+//          blocks    normal, and masks and biases of 0 and -inf, for odd heads of 0 and the lowest number, that leave each five
+//                    rows some keys in a row, or none; key masks leave out the first and the last keys
 //          spread    scores that grow (or fall) along the keys to about +-60: the running maximum moves all the time
 //          equal     all keys and values equal
 //          huge      scores of +-1e6 and +-1e30, the largest well apart
@@ -352,19 +354,28 @@ struct test_case {
   void fill_masks() {
     const bool empties = line.data == "masked";
     const double lowest = bias.type == MH_DTYPE_F16 ? -60000 : -1e30;  // f32 and f64 both lose any score beside -1e30
+    const bool blocks = line.data == "blocks";
+    const auto in_block = [](const index4& i, int64_t keys) {
+      const int64_t some = i[2] / 5 + 3 * i[1], begin = some * 89 % keys;
+      return some % 4 != 3 && i[3] >= begin && i[3] <= begin + some * 31 % (keys / 2 + 1);
+    };
     fill(mask, [&](const index4& i, double) -> double {
+      if (blocks) return in_block(i, mask.dims[3]) ? 1 : 0;
       if (empties && i[2] % 3 == 0) return 0;
       if (empties && i[2] % 5 == 1 && i[3] < mask.dims[3] / 2) return 0;
       const double yes[] = {1, 2, 255};
       return random_.below(10) < 3 ? 0 : yes[random_.below(3)];
     });
     fill(bias, [&](const index4& i, double normal) -> double {
+      if (blocks && in_block(i, bias.dims[3])) return 0;
+      if (blocks) return i[1] % 2 ? -largest_of(bias.type) : -HUGE_VAL;
       if (line.data == "padded") return i[2] % 4 == 3 || i[3] < bias.dims[3] / 2 ? -largest_of(bias.type) : normal;
       if (empties && i[2] % 3 == 1) return -HUGE_VAL;
       if (empties && i[2] % 4 == 2) return lowest;
       return random_.below(10) == 0 ? -HUGE_VAL : 2 * normal;
     });
     fill(key_mask, [&](const index4& i, double) -> double {
+      if (blocks) return i[1] >= key_mask.dims[1] / 5 + 9 * i[0] && i[1] < key_mask.dims[1] * 5 / 6 ? 1 : 0;
       return (empties && i[0] == 0) || random_.below(4) == 0 ? 0 : static_cast<double>(1 + random_.below(255));
     });
     const int64_t keys = p.kv_len - p.extra_keys;

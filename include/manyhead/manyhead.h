@@ -218,7 +218,9 @@ typedef struct mh_tensors {
   const void* v;
   void* out;
   const uint8_t* mask;
-  const void* bias; /* bias_dtype; -inf hides a slot, finite f64 beyond the largest float counts as that float */
+  const void* bias; /* bias_dtype; -inf hides a slot, finite f64 beyond the largest float counts as that float. Numbers
+                       near the lowest of the arithmetic, up to -3.2965e38 (of f64 q: -1.7415e308), hide it from rows
+                       that see other keys */
   const uint8_t* key_mask;
   const void* seqused_k;    /* int32 or int64 [batch], each 0..kv_len */
   const void* q_offset;     /* int32 or int64 [batch] */

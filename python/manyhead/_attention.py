@@ -100,7 +100,8 @@ def attention(
             Steps of up to 7 rows (query heads of a key head times q_len), float64 and calls with weights, column sums
             or scores stay as exact as without.
         attn_mask: broadcasts to (batch, heads, q_len, kv_len) by NumPy's rule. bool or uint8: True = may attend.
-            A float array is added to the scores, -inf = may not attend.
+            A float array is added to the scores, -inf = may not attend; nor may a row whose other keys have more than
+            the lowest number (np.finfo(np.float32).min; beside float64 q, that of float64) attend those that have it.
         attn_bias: as a float `attn_mask`; for a call that has a boolean mask too. Any of the float types.
         key_mask: (batch, kv_len), True = a real key; (kv_len,) for all batch entries.
         seqused_k: (batch,) integers, the keys in use; later ones are not looked at.

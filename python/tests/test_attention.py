@@ -140,10 +140,7 @@ def test_what_a_cache_has_room_for_changes_no_bit(dtype, q_len, causal):
     q, k, v = (x.astype(DTYPES[dtype]) for x in tensors(2, 2, 5000, 64))
     q, options = q[:, :, :q_len], {"return_lse": True, "return_weights": True}
     for used in (490, 0), (700, 1100):  # of chunks of 512 keys one, one and none, two and three
-        if causal:
-            places = {"causal": True, "q_offset": np.array(used) - q_len}
-        else:
-            places = {"seqused_k": np.array(used)}
+        places = {"causal": True, "q_offset": np.array(used) - q_len} if causal else {"seqused_k": np.array(used)}
         cache = manyhead.attention(q, k, v, **places, **options)
         for i, n in enumerate(used):
             ends = {"causal": True, "align": "bottom_right"} if causal else {}
@@ -469,3 +466,69 @@ def test_an_infinite_key_is_never_multiplied_by_what_pads_a_row():
     k[0, 0, 7, 30] = -np.inf  # a weight of 0 for both rows
     want = manyhead.attention(q, np.delete(k, 7, 2), np.delete(v, 7, 2))
     np.testing.assert_allclose(manyhead.attention(q, k, v)[0, 0], want[0, 0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
+@pytest.mark.parametrize(
+    ("q_len", "kv_len", "heads", "kv_heads"), [(1, 300, 4, 4), (3, 1300, 8, 2), (50, 100, 4, 4), (130, 300, 4, 2)]
+)
+def test_a_bias_that_is_a_mask_gives_what_one_does(dtype, q_len, kv_len, heads, kv_heads):
+    rng = np.random.default_rng(q_len)
+    q, k, v = random_tensors(
+        rng,
+        dtype,
+        batch=2,
+        kv_heads=kv_heads,
+        group=heads // kv_heads,
+        q_len=q_len,
+        kv_len=kv_len,
+        head_dim=64,
+        v_dim=64,
+    )
+    last = rng.integers(1, kv_len + 1, (2, 1, q_len, 1))
+    first = rng.integers(0, last)
+    keys = np.arange(kv_len)
+    seen = (keys >= first) & (keys < last)
+    want = manyhead.attention(q, k, v, attn_mask=seen, return_lse=True)
+    for lowest in (-np.inf, np.finfo(np.float32).min):
+        bias = np.where(seen, np.float32(0), np.float32(lowest))
+        for a, b in zip(manyhead.attention(q, k, v, attn_mask=bias, return_lse=True), want, strict=True):
+            close(a, b.astype(np.float64), dtype)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("q_len", [8, 70])
+def test_the_lowest_bias_closes_keys_only_beside_others(dtype, q_len):
+    rng = np.random.default_rng(q_len)
+    q, k, v = random_tensors(rng, dtype, batch=1, kv_heads=2, group=1, q_len=q_len, kv_len=70, head_dim=64, v_dim=64)
+    lowest = np.finfo(np.float32).min
+    bias = np.zeros((q_len, 70), np.float32)
+    bias[:, 40:] = lowest
+    bias[5] = lowest  # such a row attends all of them alike
+    bias[6] = -np.inf
+    bias[7, :50], bias[7, 50:] = -np.inf, lowest
+    out = manyhead.attention(q, k, v, attn_mask=bias)
+    close(out[..., 5, :], v.astype(np.float64).mean(2), dtype)
+    assert not out[..., 6, :].any()
+    close(out[..., 7, :], v[..., 50:, :].astype(np.float64).mean(2), dtype)
+    # What closed keys hold does not matter to the others.
+    v[..., 60, :] = np.nan
+    k[..., 61, :] = np.inf
+    again = manyhead.attention(q, k, v, attn_mask=bias)
+    others = np.delete(np.arange(q_len), (5, 7))
+    close(again[..., others, :], out[..., others, :].astype(np.float64), dtype)
+    assert np.isnan(again[..., 5, :].astype(np.float32)).all()
+
+
+@pytest.mark.parametrize(("heads", "q_len", "kv_len"), [(1, 3, 2048), (2, 40, 2048), (4, 2, 1500), (2, 40, 200)])
+def test_weights_of_rows_far_from_0_and_of_the_lowest_bias_together(heads, q_len, kv_len):
+    rng = np.random.default_rng(kv_len)
+    q, k, v = random_tensors(
+        rng, "f32", batch=1, kv_heads=heads, group=1, q_len=q_len, kv_len=kv_len, head_dim=32, v_dim=32
+    )
+    bias = rng.standard_normal((q_len, kv_len)).astype(np.float32)
+    bias[0] -= np.float32(1e4)
+    bias[1] = np.finfo(np.float32).min
+    result = manyhead.attention(q, k, v, attn_mask=bias, return_weights=True)
+    np.testing.assert_allclose(result.weights.sum(-1), 1, 1e-4)
+    np.testing.assert_allclose(result.weights[..., 1, :], 1 / kv_len, 1e-4)

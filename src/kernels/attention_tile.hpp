@@ -27,6 +27,7 @@ struct tile_task {
   written results[most_tile_panels];  // of panels whose results did not wait for the end
   tile_scratch<T> scratch;
   lines_ahead ahead;
+  bool bias_closes = false;  // it may somewhere
 
   static int64_t scratch_bytes(const kernel_call& c, int64_t block_q) {
     carver from{nullptr};
@@ -45,6 +46,8 @@ struct tile_task {
       p[panels] = carve_panel<T>(from, c, true);
       place_panel(c, at, row, task.row_end, panel_vectors<T>(task.row_end - row), p[panels]);
     }
+    bias_closes = bias_may_close<T>(c, {task.batch, kv_head, task.row_begin, task.row_end - task.row_begin,
+                                        p[0].clip.begin, p[panels - 1].clip.end});
   }
 
   // What a mask or bias says of a panel's rows and of keys [begin, end).
@@ -61,13 +64,19 @@ struct tile_task {
     by_columns<T> v;
   };
 
+  // What masks say of a panel's rows and keys, which is looked at before all else.
+  MH_INLINE void ask_for_masks(const panel<T>& x, int64_t begin, int64_t end) {
+    ask_for(c.mask, c.mask_strides, 1, x, begin, end);
+    if (bias_closes) ask_for(c.bias, c.bias_strides, bias_bytes(c), x, begin, end);
+  }
+
   // What comes after panel i, in the order of need. Asked for during the product with V: its loop has registers to spare.
   MH_INLINE void ask_for_next(int64_t i, const key_tile& tile) {
     if (i + 1 < tile.last) {
-      ask_for(c.mask, c.mask_strides, 1, p[i + 1], tile.begin, tile.end);
+      ask_for_masks(p[i + 1], tile.begin, tile.end);
       if (!p[i + 1].packed) ahead.add(panel_ahead<D>(c, c.q, c.q_strides, task.batch, kv_head, p[i + 1], c.head_dim));
     } else if (tile.next_end > tile.end) {
-      ask_for(c.mask, c.mask_strides, 1, p[tile.first], tile.end, tile.next_end);
+      ask_for_masks(p[tile.first], tile.end, tile.next_end);
       ahead.add(
           rows_ahead<D>(c, c.k, c.k_strides, task.batch, kv_head, tile.end, tile.next_end - tile.end, c.head_dim));
     }
@@ -77,15 +86,19 @@ struct tile_task {
   template <int NV>
   MH_INLINE void attend(int64_t i, const key_tile& tile, bool careful) {
     panel<T>& x = p[i];
-    const key_range clip = x.clip();
-    const tile_at t{task.batch, kv_head, x.row, x.count, max_of(tile.begin, clip.begin), min_of(tile.end, clip.end)};
+    tile_at t{task.batch, kv_head, x.row, x.count, max_of(tile.begin, x.clip.begin), min_of(tile.end, x.clip.end)};
+    const bool has_all_keys = t.begin == x.clip.begin && t.end == x.clip.end;
+    const panel_view<T> view = see_panel<T>(c, at, x, bias_closes && !careful, t, scratch);
+    if (view.see == visibility::none) {
+      if (keeps_scores(c)) keep_none<T>(c, task, t);
+      return;
+    }
     stairs<NV> steps;
-    const bool uneven = NV > 1 && stairs_of<T, NV>(x, t, steps);
+    const bool uneven = NV > 1 && view.see == visibility::some && stairs_of<T, NV>(view, t.keys(), steps);
     const by_rows<T> k = tile.k.from(t.begin - tile.begin);
-    ask_for(c.bias, c.bias_strides, bias_bytes(c), x, t.begin, t.end);
-    const visibility see = scores_of<T, NV>(c, at, x, t, k, scratch, &ahead, uneven ? &steps : nullptr);
-    if (keeps_scores(c, scratch.shift != nullptr)) keep_panel<T>(c, task, t, see, scratch.scores, x.width());
-    if (see == visibility::none) return;
+    if (!bias_closes) ask_for(c.bias, c.bias_strides, bias_bytes(c), x, t.begin, t.end);
+    scores_of<T, NV>(c, at, x, t, view, k, scratch, &ahead, uneven ? &steps : nullptr);
+    if (keeps_scores(c)) keep_panel<T>(c, task, t, scratch.scores, x.width(), scratch.shift);
     const softmax_rows<T, NV> rows{x.row_max, x.row_sum, x.out, c.v_dim};
     const T exp_scale = static_cast<T>(c.exp_scale);
     rows.raise(scratch.tile_max, exp_scale, x.started);
@@ -96,9 +109,9 @@ struct tile_task {
     }
     lap(task.clock, phase_softmax);
     if constexpr (has_row_values) {
-      if (!careful && t.begin == clip.begin && t.end == clip.end && pays_by_rows<T>(c)) {
+      if (!careful && has_all_keys && pays_by_rows<T>(c)) {
         const bool finite =
-            write_row_values<D>(c, task, kv_head, x, t, scratch.scores, tile.v.after(t.begin - tile.begin));
+            write_row_values<D>(c, task, kv_head, x, view, scratch.scores, tile.v.after(t.begin - tile.begin));
         results[i] = finite ? written::finite : written::not_finite;
         lap(task.clock, phase_values);
         return;
@@ -132,8 +145,8 @@ struct tile_task {
       results[i] = written::not_yet;
       x.started = careful;  // its products always add
       if (careful) memset(x.out, 0, static_cast<size_t>(c.v_dim * x.width()) * sizeof(T));
-      begin = min_of(begin, x.clip().begin);
-      end = max_of(end, x.clip().end);
+      begin = min_of(begin, x.clip.begin);
+      end = max_of(end, x.clip.end);
     }
     begin = max_of(begin, chunk_begin(c, at, task.chunk));
     if (c.chunks > 1) end = min_of(end, chunk_begin(c, at, task.chunk + 1));
@@ -157,7 +170,7 @@ struct tile_task {
       lap(task.clock, phase_pack);
       for (int64_t i = first; i < last; ++i) {
         panel<T>& x = p[i];
-        if (min_of(tile_end, x.clip().end) <= max_of(tile_begin, x.clip().begin)) continue;
+        if (min_of(tile_end, x.clip.end) <= max_of(tile_begin, x.clip.begin)) continue;
         if (!x.packed) {
           pack_q<D>(c, task.batch, kv_head, x);
           x.packed = true;
@@ -168,10 +181,12 @@ struct tile_task {
     }
   }
 
-  // Without what a row may not attend, rows far from 0 brought near it (far.hpp), and once more with smaller weights for rows whose sums ran over the largest number even
-  // so. The other rows' bits stay, and so does a result that really is not finite.
-  __attribute__((noinline)) void attend_with_care(int64_t i) {
+  // Without what a row may not attend, rows far from 0 brought near it (far.hpp), where rows are left with keys of the lowest bias
+  // alone with those, and once more with smaller weights for rows whose sums ran over the largest number even so. The other rows'
+  // bits stay, and so does a result that really is not finite.
+  __attribute__((noinline)) void attend_with_care(int64_t i, uint64_t least) {
     panel<T>& x = p[i];
+    scratch.least = least;
     const uint64_t far = far_rows_of(c, x);
     T* const shift = scratch.care + panel_width<T>;
     for (int64_t l = 0; l < x.width(); ++l) {
@@ -183,17 +198,43 @@ struct tile_task {
     if (lower_weights<T>(x, c.v_dim, c.kv_len, scratch.care)) attend_all(i, i + 1, true);
     finish_panel<D>(c, task, kv_head, x, scratch.care);
     scratch.shift = nullptr;
+    scratch.least = 0;
+  }
+
+  // Rows of a panel that are left with keys of the lowest bias alone, a bit each.
+  MH_INLINE uint64_t least_rows_of(const panel<T>& x) const {
+    const uint64_t empty = c.bias != nullptr ? empty_rows_of(x) : 0;
+    return empty == 0 ? 0 : rows_of_least<T>(c, at, all_of(c, at, task, kv_head, x), x.clip, empty);
+  }
+
+  // False: something is not finite.
+  bool finish(int64_t i) {
+    const bool finite =
+        results[i] == written::not_yet ? finish_panel<D>(c, task, kv_head, p[i]) : results[i] == written::finite;
+    lap(task.clock, phase_store);
+    return finite;
+  }
+
+  // A panel once more, in which rows attend keys of the lowest bias. False: something is not finite.
+  __attribute__((noinline)) bool attend_least(int64_t i, uint64_t least) {
+    const bool closes = bias_closes;
+    bias_closes = false;
+    scratch.least = least;
+    attend_all(i, i + 1, false);
+    scratch.least = 0;
+    bias_closes = closes;
+    return finish(i);
   }
 
   void run() {
     attend_all(0, panels, false);
     // NaN or inf in a value that some row of the panel may not attend, or sums over the largest number, show here.
     for (int64_t i = 0; i < panels; ++i) {
-      const bool finite =
-          results[i] == written::not_yet ? finish_panel<D>(c, task, kv_head, p[i]) : results[i] == written::finite;
-      lap(task.clock, phase_store);
+      bool finite = finish(i);
+      const uint64_t least = least_rows_of(p[i]);
+      if (least != 0 && finite) finite = attend_least(i, least);
       if (finite && far_rows_of(c, p[i]) == 0) continue;
-      attend_with_care(i);
+      attend_with_care(i, least);
       lap(task.clock, phase_store);
     }
   }

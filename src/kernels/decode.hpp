@@ -40,13 +40,17 @@ struct decode_task : step_weights<D> {
   static_assert(usual_v_turn % base::keys_at_once == 0);
 
   positions at;
-  visibility last_seen;                   // of the tile by the head looked at last
-  bits<T>* words;                         // [heads][width / word_keys + 1][whole vectors of rows]
-  bool is_finite[most_rows_at_once];      // of a head: its results are
-  uint32_t left_rows[most_rows_at_once];  // of a head: those that attend what was left out, a bit each
-  T shifts_of_rows[most_rows_at_once];    // [heads][rows]: maxima of rows that lie far from 0 (far.hpp), of others 0
-  uint32_t wanted = ~0U;                  // rows of a head whose results count, the same
-  int64_t k_turn, v_turn;                 // keys of a turn, where heads take turns
+  tile_view last_view;                     // of the tile by the head looked at last
+  bool bias_closes;                        // it may somewhere
+  int64_t words_begin = 0;                 // of a tile's: behind those of keys that are left out
+  bits<T>* words;                          // [heads][width / word_keys + 1][whole vectors of rows]
+  bool is_finite[most_rows_at_once];       // of a head: its results are
+  uint32_t left_rows[most_rows_at_once];   // of a head: those that attend what was left out, a bit each
+  uint32_t least_rows[most_rows_at_once];  // of a head: those with keys of the lowest bias alone, a bit each
+  uint32_t least = 0;                      // the same, of the head that is done with care
+  T shifts_of_rows[most_rows_at_once];     // [heads][rows]: maxima of rows that lie far from 0 (far.hpp), of others 0
+  uint32_t wanted = ~0U;                   // rows of a head whose results count, the same
+  int64_t k_turn, v_turn;                  // keys of a turn, where heads take turns
 
   MH_INLINE void carve(carver& from, int64_t head_count, int64_t head_rows) {
     base::carve(from, head_count, head_rows);
@@ -75,6 +79,7 @@ struct decode_task : step_weights<D> {
     carver from{static_cast<char*>(task.scratch)};
     carve(from, heads, padded_rows);
     q_row = q_rows;
+    bias_closes = bias_may_close_somewhere();
     if (!on_unit) return copy_rows();
     if constexpr (has_tiles) {
       for (int64_t h = 0; h < heads; ++h) is_usual[h] = unit.pack_rows(task, h);
@@ -167,28 +172,40 @@ struct decode_task : step_weights<D> {
   // A tile of keys, of whichever head.
   struct key_tile {
     int64_t begin, end;
+    int64_t next;      // where the next one begins
     bool all_visible;  // as far as positions go, and there are no masks
     MH_INLINE int64_t keys() const { return end - begin; }
   };
 
+  MH_INLINE bool bias_may_close_somewhere() const {
+    bool some = false;
+    const int64_t differ = c.bias == nullptr ? 0 : c.bias_strides[1] == 0 ? 1 : heads;
+    for (int64_t h = 0; h < differ && !some; ++h) some = bias_may_close<T>(c, all_of_head(h));
+    return some;
+  }
+  // Whether masks, and a bias that may be one, say the same of all heads.
+  MH_INLINE bool heads_see_alike() const {
+    return (c.mask == nullptr || c.mask_strides[1] == 0) && (!bias_closes || c.bias_strides[1] == 0);
+  }
   MH_INLINE bits<T>* words_of(int64_t h) const {
-    return words + (heads_see_alike(c) ? 0 : h * words_of_head(padded_rows));
+    return words + words_begin + (heads_see_alike() ? 0 : h * words_of_head(padded_rows));
   }
 
-  // Which of a tile's keys head h sees; head 0 is asked first, as others may see the same. Where none, its scores say so.
-  MH_INLINE visibility see_head(int64_t h, const key_tile& tile) {
-    if (tile.all_visible) return visibility::all;
-    if (h == 0 || !heads_see_alike(c)) {
-      last_seen = see_tile<T>(c, at, task.batch, kv_head + h, task.row_begin, rows, round_up<w>(rows), tile.begin,
-                              tile.end, words_of(h));
+  // What head h sees of a tile; head 0 is asked first, as others may see the same. Where nothing, its scores say so.
+  MH_INLINE tile_view see_head(int64_t h, const key_tile& tile) {
+    words_begin = 0;
+    if (tile.all_visible && !bias_closes) return {visibility::all, c.bias != nullptr};
+    if (h == 0 || !heads_see_alike()) {
+      const tile_at t{task.batch, kv_head + h, task.row_begin, rows, tile.begin, tile.end};
+      last_view = view_tile<T>(c, at, t, round_up<w>(rows), bias_closes && bias_may_close<T>(c, t), words_of(h));
     }
-    if (last_seen != visibility::none) return last_seen;
+    if (last_view.see != visibility::none) return last_view;
     const int64_t padded = round_up<w>(tile.keys());
     T* const s = scores + h * padded_rows * width;
     for (int64_t r = 0; r < padded_rows; ++r) {
       for (int64_t k = 0; k < padded; k += w) vec<T>(-infinity<T>).store_aligned(s + r * width + k);
     }
-    return last_seen;
+    return last_view;
   }
 
   // Head h's products with `keys` of a tile's keys, from its key `first` on.
@@ -209,12 +226,28 @@ struct decode_task : step_weights<D> {
     });
   }
 
+  // A tile without the keys at its ends that no row sees, at its begin in whole words. Only what is the same for all heads: which
+  // of them are worked on together must not change a bit. Not where scores are kept.
+  MH_INLINE key_tile narrowed(const key_tile& tile) {
+    words_begin = 0;
+    if (last_view.see != visibility::some || !heads_see_alike() || keeps_scores(c)) return tile;
+    key_range seen{tile.keys(), 0};
+    const int64_t rows_width = round_up<w>(rows);
+    for (int64_t l = 0; l < rows_width; l += w) {
+      const key_range of = seen_keys<T>(words + l, rows_width, tile.keys());
+      seen = {min_of(seen.begin, of.begin), max_of(seen.end, of.end)};
+    }
+    const int64_t left_out = round_down<word_keys>(seen.begin);
+    words_begin = left_out / word_keys * rows_width;
+    return {tile.begin + left_out, tile.begin + seen.end, tile.next, false};
+  }
+
   // What else is done to scores s of head h before the softmax takes them.
-  MH_INLINE void change_scores(int64_t h, const key_tile& tile, visibility see, T* s) {
+  MH_INLINE void change_scores(int64_t h, const key_tile& tile, const tile_view& view, T* s) {
     const int64_t padded = round_up<w>(tile.keys());
     if (shift != nullptr) memcpy(products, s, static_cast<size_t>(rows * width) * sizeof(T));
-    if (has_score_passes(c)) change_scores_of(kv_head + h, tile, s, padded);
-    if (see == visibility::some) visibility_pass_rows<T>(words_of(h), round_up<w>(rows), rows, padded, width, s);
+    if (has_score_passes(c, view.adds_bias)) change_scores_of(kv_head + h, tile, view.adds_bias, s, padded);
+    if (view.see == visibility::some) visibility_pass_rows<T>(words_of(h), round_up<w>(rows), rows, padded, width, s);
     if (shift != nullptr) bring_rows_near({task.batch, kv_head + h, task.row_begin, rows, tile.begin, tile.end}, s);
   }
   __attribute__((noinline)) void bring_rows_near(const tile_at& t, T* s) const {
@@ -239,20 +272,19 @@ struct decode_task : step_weights<D> {
 
   // What change_scores left of head h, and of all heads.
   MH_INLINE void keep_head(int64_t h, const key_tile& tile, const T* s) const {
-    if (!keeps_scores(c, shift != nullptr)) return;
+    if (!keeps_scores(c)) return;
     for (int64_t r = 0; r < rows;) {
-      if ((wanted >> r & 1U) == 0) {
-        ++r;
-        continue;
+      const bool all = wanted == ~0U && shift == nullptr;
+      const int64_t count = all ? rows : 1;
+      if (all || ((wanted >> r & 1U) != 0 && !keeps_earlier(c, shift, r))) {
+        keep_rows<T>(c, task, {task.batch, kv_head + h, task.row_begin + r, count, tile.begin, tile.end}, s + r * width,
+                     width);
       }
-      const int64_t count = wanted == ~0U ? rows : 1;
-      keep_rows<T>(c, task, {task.batch, kv_head + h, task.row_begin + r, count, tile.begin, tile.end}, s + r * width,
-                   width);
       r += count;
     }
   }
   MH_INLINE void keep_heads(const key_tile& tile) const {
-    if (!keeps_scores(c, shift != nullptr)) return;
+    if (!keeps_scores(c)) return;
     for (int64_t h = 0; h < heads; ++h) keep_head(h, tile, scores + h * padded_rows * width);
   }
 
@@ -275,18 +307,19 @@ struct decode_task : step_weights<D> {
     }
   }
 
-  __attribute__((noinline)) void change_scores_of(int64_t head, const key_tile& tile, T* s, int64_t padded) {
+  __attribute__((noinline)) void change_scores_of(int64_t head, const key_tile& tile, bool adds_bias, T* s,
+                                                  int64_t padded) {
     if (c.softcap > 0) {
       for (int64_t r = 0; r < rows; ++r) softcap_pass<T>(c, s + r * width, padded);
     }
     const tile_at t{task.batch, head, task.row_begin, rows, tile.begin, tile.end};
     if (c.alibi_slopes != nullptr) alibi_pass_rows<T>(c, at, t, width, s);
-    if (c.bias != nullptr) bias_pass_rows<T>(c, t, width, s);
+    if (adds_bias) bias_pass_rows<T>(c, t, width, least, s);
   }
 
   // The rows of K that head h reads after a tile: of the next tile, or of the head in its place of the next task.
   MH_INLINE rows_at<D> following_k(int64_t h, const key_tile& tile, int64_t end) const {
-    if (tile.end < end) return in_place(c.k, c.k_strides, task.batch, kv_head + h, tile.end);
+    if (tile.next < end) return in_place(c.k, c.k_strides, task.batch, kv_head + h, tile.next);
     const kernel_task& next = *task.next;
     return in_place(c.k, c.k_strides, next.batch, min_of(next.kv_head_begin + h, next.kv_head_end - 1),
                     first_key(positions_of(c, next.batch), next));
@@ -304,7 +337,7 @@ struct decode_task : step_weights<D> {
       }
     }
     asks way = Careful ? asks::nothing : way_of_asking();
-    if (way != asks::own && tile.end >= end && task.next == nullptr) way = asks::nothing;
+    if (way != asks::own && tile.next >= end && task.next == nullptr) way = asks::nothing;
     if (c.copy_kv) {
       this->template add_all<Careful, asks::nothing>(h, first, this->template copied_v<E>(v, keys), keys, last, soon{});
     } else if constexpr (Careful) {
@@ -324,12 +357,12 @@ struct decode_task : step_weights<D> {
   }
 
   // Whether results go to their place at once: all keys are here, and all rows have some.
-  MH_INLINE bool ends_here(int64_t keys, const visibility* see) const {
+  MH_INLINE bool ends_here(int64_t keys, const tile_view* views) const {
     if (widens || c.copy_kv || c.chunks > 1 || c.out_strides[3] != 1 || padded_rows != rows || take_turns())
       return false;
     if (rows > most_rows && keys > keys_at_once) return false;
     for (int64_t h = 0; h < heads; ++h) {
-      if (see[h] == visibility::none) return false;
+      if (views[h].see == visibility::none) return false;
     }
     return true;
   }
@@ -374,35 +407,37 @@ struct decode_task : step_weights<D> {
   // take turns, products of a few keys are a step.
   template <bool Careful, class E>
   __attribute__((noinline)) void attend_all() {
-    over_tiles([&](const key_tile& t, int64_t begin, int64_t end, phase_clock* clock) MH_INLINE_LAMBDA {
-      visibility see[most_rows_at_once];
-      bool any = false, all = true;
+    over_tiles([&](const key_tile& whole, int64_t begin, int64_t end, phase_clock* clock) MH_INLINE_LAMBDA {
+      tile_view views[most_rows_at_once];
+      bool any = false, changes = false;
       for (int64_t h = 0; h < heads; ++h) {
-        see[h] = see_head(h, t);
-        any = any || see[h] != visibility::none;
-        all = all && see[h] == visibility::all;
+        views[h] = see_head(h, whole);
+        any = any || views[h].see != visibility::none;
+        changes = changes || views[h].see != visibility::all || has_score_passes(c, views[h].adds_bias);
       }
-      if (!t.all_visible) lap(clock, phase_mask);
-      if (!any) return keep_heads(t);
+      const auto sees = [&](int64_t h) MH_INLINE_LAMBDA { return views[h].see != visibility::none; };
+      if (!whole.all_visible || bias_closes) lap(clock, phase_mask);
+      if (!any) return keep_heads(whole);
+      const key_tile t = whole.all_visible && !bias_closes ? whole : narrowed(whole);
       const int64_t keys = t.keys(), padded = round_up<paired<E> ? 2 * w : w>(keys);
       const int64_t of_k = take_turns() ? k_turn : keys, of_v = paired<E> && leaves_out ? keys_at_once
                                                                 : take_turns()          ? v_turn
                                                                                         : keys;
       for (int64_t first = 0; first < keys; first += of_k) {
         for (int64_t h = 0; h < heads; ++h) {
-          if (see[h] != visibility::none) score_head<E>(h, t, first, min_of(of_k, keys - first));
+          if (sees(h)) score_head<E>(h, t, first, min_of(of_k, keys - first));
         }
       }
       lap(clock, phase_scores);
-      if (!all || has_score_passes(c)) {
+      if (changes) {
         for (int64_t h = 0; h < heads; ++h) {
-          if (see[h] != visibility::none) change_scores(h, t, see[h], scores + h * padded_rows * width);
+          if (sees(h)) change_scores(h, t, views[h], scores + h * padded_rows * width);
         }
         lap(clock, phase_mask);
       }
       if constexpr (paired<E>) {
         for (int64_t h = 0; h < heads && leaves_out; ++h) {
-          if (see[h] != visibility::none) find_left_rows(h, t, scores + h * padded_rows * width);
+          if (sees(h)) find_left_rows(h, t, scores + h * padded_rows * width);
         }
       }
       keep_heads(t);
@@ -414,12 +449,12 @@ struct decode_task : step_weights<D> {
         this->template weigh_all<Careful, min_of(most_rows, exp2_vectors)>(0, padded);
       }
       lap(clock, phase_softmax);
-      if constexpr (!Careful) direct = t.begin == begin && t.end == end && ends_here(keys, see);
+      if constexpr (!Careful) direct = whole.begin == begin && whole.end == end && ends_here(keys, views);
       if (direct) end_rows_here();
       for (int64_t first = 0; first < keys; first += of_v) {
         for (int64_t h = 0; h < heads; ++h) {
           zeros = vec<T>(T(0));
-          if (see[h] != visibility::none) add_head<Careful, E>(h, t, first, min_of(of_v, keys - first), end);
+          if (sees(h)) add_head<Careful, E>(h, t, first, min_of(of_v, keys - first), end);
           if (direct) is_finite[h] = finite_check<T>::passed(zeros);
         }
       }
@@ -439,9 +474,9 @@ struct decode_task : step_weights<D> {
     over_tiles([&](const key_tile& t, int64_t, int64_t, phase_clock* clock) MH_INLINE_LAMBDA {
       const int64_t keys = t.keys();
       for (int64_t h = 0; h < heads; ++h) {
-        const visibility see = see_head(h, t);
-        if (!t.all_visible) lap(clock, phase_mask);
-        if (see == visibility::none) {
+        const tile_view view = see_head(h, t);
+        if (!t.all_visible || bias_closes) lap(clock, phase_mask);
+        if (view.see == visibility::none) {
           keep_head(h, t, scores + h * padded_rows * width);
           continue;
         }
@@ -455,8 +490,8 @@ struct decode_task : step_weights<D> {
           unit.pack_v(v.base, keys, leaves_out ? left_out_keys(h, t, 0) : 0, ask_v);
           lap(clock, phase_scores);
           unit.put_scores(keys, scores, width);
-          if (see == visibility::some || has_score_passes(c)) {
-            change_scores(h, t, see, scores);
+          if (view.see == visibility::some || has_score_passes(c, view.adds_bias)) {
+            change_scores(h, t, view, scores);
             lap(clock, phase_mask);
           }
           if (leaves_out) find_left_rows(h, t, scores);
@@ -490,7 +525,8 @@ struct decode_task : step_weights<D> {
     int64_t tile = 0;
     for (int64_t b = begin / c.block_kv * c.block_kv; b < end; b += c.block_kv) {
       phase_clock* const clock = clock_of(tile++, (end - b + c.block_kv - 1) / c.block_kv);
-      key_tile t{max_of(b, begin), min_of(b + c.block_kv, end), false};
+      const int64_t next = min_of(b + c.block_kv, end);
+      key_tile t{max_of(b, begin), next, next, false};
       if (t.keys() <= 0) continue;  // a window that begins behind the last key
       first_tile = t.begin == begin;
       t.all_visible = c.mask == nullptr && c.key_mask == nullptr && t.begin >= of_last.begin && t.end <= of_first.end;
@@ -548,15 +584,33 @@ struct decode_task : step_weights<D> {
     return finite.passed();
   }
 
+  // Of the weights of row i of head h, before they were rounded.
+  MH_INLINE T total_of(int64_t h, int64_t i) const {
+    return xsimd::reduce_add(load((on_unit ? row_totals : row_sums) + (h * padded_rows + i) * w));
+  }
+  // Its rows and the task's keys.
+  MH_INLINE tile_at all_of_head(int64_t h) const {
+    return {task.batch, kv_head + h, task.row_begin, rows, first_key(at, task), end_of_keys()};
+  }
+  // Rows of head h that are left with keys of the lowest bias alone, a bit each.
+  MH_INLINE uint32_t find_least_rows(int64_t h) {
+    bool some = false;
+    for (int64_t i = 0; i < rows && c.bias != nullptr; ++i) some = some || row_max[h * padded_rows + i] == lowest<T>;
+    return least_rows[h] = some ? least_rows_of(h) : 0;
+  }
+  __attribute__((noinline)) uint32_t least_rows_of(int64_t h) const {
+    uint32_t empty = 0;
+    for (int64_t i = 0; i < rows; ++i) empty |= static_cast<uint32_t>(total_of(h, i) == T(0)) << i;
+    return static_cast<uint32_t>(rows_of_least<T>(c, at, all_of_head(h), {0, c.kv_len}, empty));
+  }
+
   // Rows of head h that the unit could not do, a bit each: as on the matrix route (matrix.hpp), those without a weight that see a
   // key, those whose results are all tiny, and those that attend what was left out.
   uint32_t rows_beyond_unit(int64_t h) const {
     if (!is_usual[h] && !leaves_out) return ~0U;
     uint32_t which = left_rows[h], empty = 0;
-    const auto total = [&](int64_t i)
-                           MH_INLINE_LAMBDA { return xsimd::reduce_add(load(row_totals + (h * padded_rows + i) * w)); };
     for (int64_t i = 0; i < rows && started[h]; ++i) {
-      const T sum = total(i);
+      const T sum = total_of(h, i);
       bool some = sum == T(0);
       empty |= static_cast<uint32_t>(sum == T(0)) << i;
       which |= static_cast<uint32_t>(!(sum >= T(0))) << i;  // NaN, of which rounding may have made 0
@@ -565,17 +619,8 @@ struct decode_task : step_weights<D> {
       }
       which |= static_cast<uint32_t>(!some) << i;
     }
-    if (empty == 0) return which;
-    const tile_at all{task.batch, kv_head + h, task.row_begin, rows, first_key(at, task), end_of_keys()};
-    const auto some_see = [&](uint32_t of) {
-      return any_sees<T>(c, at, all, [&](int64_t i) { return (of >> i & 1U) != 0; });
-    };
-    if (!some_see(empty)) return which;
-    for (int64_t i = 0; i < rows; ++i) {
-      const uint32_t row = empty & 1U << i;
-      if (row != 0 && some_see(row)) which |= row;
-    }
-    return which;
+    return empty == 0 ? which
+                      : which | static_cast<uint32_t>(rows_that_see<T>(c, at, all_of_head(h), empty, least_bias<T>));
   }
 
   uint32_t rows_not_finite(int64_t h) const {
@@ -606,7 +651,7 @@ struct decode_task : step_weights<D> {
     attend_with_unit();
     for (int64_t h = 0; h < heads; ++h) {
       finish(h);
-      left_rows[h] = rows_beyond_unit(h) | rows_not_finite(h) | find_far_rows(h);
+      left_rows[h] = rows_beyond_unit(h) | rows_not_finite(h) | find_far_rows(h) | find_least_rows(h);
       is_finite[h] = left_rows[h] == 0;
     }
     leaves_out = false;
@@ -614,6 +659,7 @@ struct decode_task : step_weights<D> {
 
   // The one head that there is now, as tile_task does a panel.
   __attribute__((noinline)) void attend_with_care(const T* shift_of_row) {
+    bias_closes = false;
     for (int64_t r = 0; r < padded_rows; ++r) care[r] = T(1);
     for (int64_t r = 0; r < rows && may_lie_far<T>(c); ++r) {
       if (shift_of_row[r] != 0) shift = shift_of_row;
@@ -643,7 +689,7 @@ struct decode_task : step_weights<D> {
           left_rows[h] = rows_beyond_unit(h);
         }
       }
-      left_rows[h] |= find_far_rows(h);
+      left_rows[h] |= find_far_rows(h) | find_least_rows(h);
       is_finite[h] = is_finite[h] && left_rows[h] == 0;
       all_finite = all_finite && is_finite[h];
     }
@@ -666,6 +712,7 @@ struct decode_task : step_weights<D> {
       if (was_on_unit) wanted = left_rows[h];
       work_on(task.kv_head_begin + h, 1);
       q_row = q_rows + h * padded_rows;
+      least = least_rows[h];
       attend_with_care(shifts_of_rows + h * rows);
       lap(task.clock, phase_store);
     }

@@ -8,10 +8,13 @@
 namespace manyhead::MH_ISA {
 namespace {
 
-// shifts: scores of some rows are less a number of the row (far.hpp), in each part of a split another; there those of the first
-// time stay.
-MH_INLINE bool keeps_scores(const kernel_call& c, bool shifts = false) {
-  return c.kept_pitch > 0 && !(shifts && c.chunks > 1);
+MH_INLINE bool keeps_scores(const kernel_call& c) { return c.kept_pitch > 0; }
+
+// Whether a row's scores of the first time stay: where they are less a number of the row now (far.hpp), in each part of a split
+// another. shift: these numbers, or NULL.
+template <class T>
+MH_INLINE bool keeps_earlier(const kernel_call& c, const T* shift, int64_t row) {
+  return c.chunks > 1 && shift != nullptr && shift[row] != 0;
 }
 
 // Of row `row` of the kv head, from key 0 on.
@@ -38,9 +41,8 @@ MH_INLINE void keep_none(const kernel_call& c, const kernel_task& task, const ti
 
 // Scores s[key][width] of a panel's rows.
 template <class T>
-__attribute__((noinline)) void keep_panel(const kernel_call& c, const kernel_task& task, const tile_at& t,
-                                          visibility see, const T* s, int64_t width) {
-  if (see == visibility::none) return keep_none<T>(c, task, t);
+__attribute__((noinline)) void keep_panel(const kernel_call& c, const kernel_task& task, const tile_at& t, const T* s,
+                                          int64_t width, const T* shift = nullptr) {
   constexpr int64_t w = lanes<T>;
   const int64_t pitch = c.kept_pitch;
   for (int64_t l0 = 0; l0 < t.count; l0 += w) {
@@ -59,13 +61,13 @@ __attribute__((noinline)) void keep_panel(const kernel_call& c, const kernel_tas
       if (keys == w) {
 #pragma GCC unroll 16
         for (int64_t l = 0; l < w; ++l) {
-          if (l < rows) store<T>(to + l * pitch, x[l]);
+          if (l < rows && !keeps_earlier(c, shift, l0 + l)) store<T>(to + l * pitch, x[l]);
         }
       } else {
         alignas(64) T some[w];
         for (int64_t l = 0; l < rows; ++l) {
           x[l].store_aligned(some);
-          store_some(to + l * pitch, keys, some);
+          if (!keeps_earlier(c, shift, l0 + l)) store_some(to + l * pitch, keys, some);
         }
       }
     }

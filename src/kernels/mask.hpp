@@ -55,6 +55,16 @@ MH_INLINE void for_each_lane(const kernel_call& c, int64_t row, int64_t count, i
   }
 }
 
+// The rows of a tile, and its keys.
+struct tile_at {
+  int64_t batch, kv_head;
+  int64_t row;         // first row
+  int64_t count;       // rows that exist
+  int64_t begin, end;  // keys
+  MH_INLINE int64_t keys() const { return end - begin; }
+  MH_INLINE int64_t head(const kernel_call& c, const row_of& r) const { return kv_head * c.group + r.member; }
+};
+
 // What positions are made of, for one batch entry.
 struct positions {
   int64_t used;    // keys in use, without the extra keys
@@ -102,27 +112,24 @@ MH_INLINE xsimd::batch<bits<T>, MH_ARCH> bit_range(signed_vec<T> begin, signed_v
   return xsimd::bitwise_andnot(from(begin), from(end));
 }
 
-// Whether a batch entry's heads see the same.
-MH_INLINE bool heads_see_alike(const kernel_call& c) { return c.mask == nullptr || c.mask_strides[1] == 0; }
-
-// Fills words[word * width + lane] for the rows [row, row + count) of a kv head against keys [begin, end), at most
-// most_tile_keys. width is a multiple of the lanes; those behind the last row see what it sees. Says whether the rows
-// see none, some or all of the tile.
+// Fills words[word * width + lane] for the rows and keys of a tile, at most most_tile_keys. width is a multiple of the lanes; those
+// behind the last row see what it sees. also_open: what something else leaves open, in the same order. Says whether the rows see
+// none, some or all of the tile.
 template <class T>
-__attribute__((noinline)) visibility see_tile(const kernel_call& c, const positions& at, int64_t batch, int64_t kv_head,
-                                              int64_t row, int64_t count, int64_t width, int64_t begin, int64_t end,
-                                              bits<T>* words) {
+__attribute__((noinline)) visibility see_tile(const kernel_call& c, const positions& at, const tile_at& t,
+                                              int64_t width, bits<T>* words, const bits<T>* also_open = nullptr) {
   using U = xsimd::batch<bits<T>, MH_ARCH>;
   using I = signed_vec<T>;
   using integer = typename I::value_type;
   constexpr int64_t most_words = most_tile_keys / word_keys;
+  const int64_t begin = t.begin, end = t.end;
   const int64_t masked = min_of(end, c.kv_len - c.extra_keys) - begin;  // keys that masks speak of, may be <= 0
   const uint8_t* mask = nullptr;                                        // of the kv head's first row
   int64_t to_member = 0, to_query = 0;
   if (c.mask != nullptr && masked > 0) {
     to_member = c.group == 1 ? 0 : c.mask_strides[1];
     to_query = c.q_len == 1 ? 0 : c.mask_strides[2];
-    mask = c.mask + batch * c.mask_strides[0] + kv_head * c.group * c.mask_strides[1] + begin * c.mask_strides[3];
+    mask = c.mask + t.batch * c.mask_strides[0] + t.kv_head * c.group * c.mask_strides[1] + begin * c.mask_strides[3];
   }
   const bool rows_share = to_member == 0 && to_query == 0;
   // Of each word: its keys, those that masks do not speak of, those that masks leave to all rows.
@@ -137,7 +144,7 @@ __attribute__((noinline)) visibility see_tile(const kernel_call& c, const positi
     };
     if (first >= masked) continue;
     if (c.key_mask != nullptr)
-      leave(c.key_mask + batch * c.key_mask_strides[0] + begin * c.key_mask_strides[1], c.key_mask_strides[1]);
+      leave(c.key_mask + t.batch * c.key_mask_strides[0] + begin * c.key_mask_strides[1], c.key_mask_strides[1]);
     if (mask != nullptr && rows_share) leave(mask, c.mask_strides[3]);
   }
 
@@ -146,7 +153,7 @@ __attribute__((noinline)) visibility see_tile(const kernel_call& c, const positi
   alignas(64) bits<T> open[most_words][most_lanes];
   if (rows_differ) {
     const int64_t stride = c.mask_strides[3], whole = stride == 1 ? masked / word_keys : 0;
-    row_walk<const uint8_t> of_row(c, row, mask, to_member, to_query);
+    row_walk<const uint8_t> of_row(c, t.row, mask, to_member, to_query);
     const uint8_t* last = nullptr;
     for (int64_t l = 0; l < width; ++l) {
       if (of_row.at == last) {  // many lanes may share it
@@ -161,12 +168,12 @@ __attribute__((noinline)) visibility see_tile(const kernel_call& c, const positi
             open[i][l] |= nonzero_bytes(last + first * stride, stride, min_of(word_keys, masked - first));
         }
       }
-      if (l + 1 < count) of_row.step(c);
+      if (l + 1 < t.count) of_row.step(c);
     }
   }
 
   // Positions: ranges are those of the first query, moved by as many keys as a row's query lies behind it.
-  const int64_t first_query = row / c.group, queries = (row + count - 1) / c.group - first_query;
+  const int64_t first_query = t.row / c.group, queries = (t.row + t.count - 1) / c.group - first_query;
   const key_range reach = reach_of(c, first_query + at.offset);
   const bool reach_all =
       reach.begin + queries <= begin && min_of(reach.end, at.used) >= min_of(end, c.kv_len - c.extra_keys);
@@ -177,7 +184,7 @@ __attribute__((noinline)) visibility see_tile(const kernel_call& c, const positi
   const I reach_begin = near(reach.begin), reach_end = near(reach.end), used = near(at.used);
   alignas(64) integer behind[most_lanes];
   if (!reach_all) {
-    for_each_lane(c, row, count, width,
+    for_each_lane(c, t.row, t.count, width,
                   [&](int64_t l, const row_of& r) { behind[l] = static_cast<integer>(r.query - first_query); });
   }
   const U none(bits<T>(0));
@@ -198,12 +205,41 @@ __attribute__((noinline)) visibility see_tile(const kernel_call& c, const positi
       }
       word = word | U(extra[i]);
       if (rows_differ) word = word & U::load_aligned(open[i] + l);
+      if (also_open != nullptr) word = word & U::load_unaligned(also_open + i * width + l);
       word.store_unaligned(words + i * width + l);
       any = any | word;
       hidden = hidden | (word ^ U(full[i]));
     }
   }
   return xsimd::all(any == none) ? visibility::none : xsimd::all(hidden == none) ? visibility::all : visibility::some;
+}
+
+// Of a tile's keys, counted from its first: from the first that a row sees to behind the last. words: of a vector of rows.
+template <class T>
+MH_INLINE key_range seen_keys(const bits<T>* words, int64_t width, int64_t keys) {
+  using U = xsimd::batch<bits<T>, MH_ARCH>;
+  const auto either = [](const U& a, const U& b) MH_INLINE_LAMBDA { return a | b; };
+  key_range seen{keys, 0};
+  for (int64_t first = 0; first < keys; first += word_keys, words += width) {
+    const auto some = static_cast<uint32_t>(xsimd::reduce(either, U::load_unaligned(words)));
+    if (some == 0) continue;
+    seen.begin = min_of(seen.begin, first + __builtin_ctz(some));
+    seen.end = first + word_keys - __builtin_clz(some);
+  }
+  return seen;
+}
+
+// Whether all rows see all keys.
+template <class T>
+MH_INLINE bool see_all(const bits<T>* words, int64_t width, int64_t keys) {
+  using U = xsimd::batch<bits<T>, MH_ARCH>;
+  U hidden(bits<T>(0));
+  for (int64_t first = 0; first < keys; first += word_keys, words += width) {
+    const U full(bits<T>(bit_range(0, keys - first)));
+    for (int64_t l = 0; l < width; l += lanes<T>)
+      hidden = hidden | xsimd::bitwise_andnot(full, U::load_unaligned(words + l));
+  }
+  return xsimd::all(hidden == U(bits<T>(0)));
 }
 
 }  // namespace

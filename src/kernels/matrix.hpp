@@ -41,7 +41,7 @@ struct matrix_task {
   struct job {
     panel<T>* x = nullptr;
     tile_at t = {};  // its rows and keys
-    visibility see = visibility::all;
+    panel_view<T> view = {};
     int64_t first = 0, keys = 0;  // of the tile, in whole steps
     T* scores = nullptr;          // [keys][width]
     alignas(64) T sum[w] = {};    // of the weights so far, of the vector of rows that is under way: row_sum
@@ -66,7 +66,8 @@ struct matrix_task {
   job jobs[3];  // under way; one after the other, they share two buffers of scores and of weights
   row_terms<T> row_changes;
   lines_ahead soon, ahead;
-  int64_t more_lines = 0;  // of `ahead` asked for in a turn, beside turn_lines
+  bool bias_closes = false;  // it may somewhere
+  int64_t more_lines = 0;    // of `ahead` asked for in a turn, beside turn_lines
   matrix_unit unit;
 
   static int64_t scratch_bytes(const kernel_call& c, int64_t block_q) {
@@ -120,6 +121,8 @@ struct matrix_task {
       carve_panel(from, c, p[panels]);
       place_panel(c, at, row, task.row_end, NV, p[panels++]);
     }
+    bias_closes = bias_may_close<T>(c, {task.batch, operands.kv_head, task.row_begin, task.row_end - task.row_begin,
+                                        p[0].clip.begin, p[panels - 1].clip.end});
   }
 
   // Weights of one part are rounded to it. Rows are divided by the sum of the rounded ones, so that what rounding did to a
@@ -316,7 +319,7 @@ struct matrix_task {
   // Before a job's scores are worked on.
   MH_INLINE void begin_changes(const job& j) {
     for (int64_t l = 0; l < width; l += w) vec<T>(-infinity<T>).store_aligned(scratch.tile_max + l);
-    if (has_score_passes(c)) row_changes.look_up(c, at, j.t, width);
+    if (has_score_passes(c, j.view.adds_bias)) row_changes.look_up(c, at, j.t, width, j.view.adds_bias);
   }
 
   // What is done to the scores of a block of keys before they are weighed.
@@ -325,23 +328,24 @@ struct matrix_task {
     t.begin = min_of(j.t.begin + first, j.t.end);
     t.end = min_of(t.begin + unit_rows, j.t.end);
     T* const s = j.scores + first * width;
+    panel_view<T> view = j.view;
+    view.words += first / word_keys * width;
     if (__builtin_expect(operands.leaves_out, 0)) {
-      change_closing(j, t, first, s);
+      change_closing(t, view, s);
     } else {
-      change_scores<T, NV, false>(c, row_changes, t, j.see, scratch.words + first / word_keys * width, s,
-                                  scratch.tile_max, c.q_scale);
+      change_scores<T, NV, false>(c, row_changes, t, view, s, scratch.tile_max, c.q_scale);
     }
-    if (keeps_scores(c)) keep_panel<T>(c, task, t, j.see, s, width);
+    if (keeps_scores(c)) keep_panel<T>(c, task, t, s, width);
     if (operands.leaves_out) find_left_rows(j, first, t.keys(), s);
     for (int64_t i = t.keys() * width; i < unit_rows * width; i += w) vec<T>(-infinity<T>).store_aligned(s + i);
     // If not this, only maxima.
-    lap(task.clock, has_score_passes(c) || j.see == visibility::some ? phase_mask : phase_softmax);
+    lap(task.clock,
+        has_score_passes(c, j.view.adds_bias) || j.view.see == visibility::some ? phase_mask : phase_softmax);
   }
 
   // With biases that close scores that are NaN, too.
-  __attribute__((noinline)) void change_closing(const job& j, const tile_at& t, int64_t first, T* s) {
-    change_scores<T, NV, true>(c, row_changes, t, j.see, scratch.words + first / word_keys * width, s, scratch.tile_max,
-                               c.q_scale);
+  __attribute__((noinline)) void change_closing(const tile_at& t, const panel_view<T>& view, T* s) {
+    change_scores<T, NV, true>(c, row_changes, t, view, s, scratch.tile_max, c.q_scale);
   }
 
   // Rows that attend a key of the block from `first` on that was left out: that mask and bias have not closed.
@@ -389,19 +393,19 @@ struct matrix_task {
     int64_t count = 0;
     const auto ask_soon = [&](const void* base, const int64_t* strides, int64_t size, int64_t i,
                               int64_t b) MH_INLINE_LAMBDA {
-      const int64_t from = max_of(b, p[i].clip().begin), to = min_of(b + job_keys, p[i].clip().end);
+      const int64_t from = max_of(b, p[i].clip.begin), to = min_of(b + job_keys, p[i].clip.end);
       ask_for_terms<T>(soon, c, base, strides, size, task.batch, operands.kv_head, p[i], from, to);
     };
     const auto attend = [&](int64_t i, int64_t b, int64_t e) MH_INLINE_LAMBDA {
       panel<T>& x = p[i];
       if ((active >> i & 1U) == 0) return;
-      const int64_t from = max_of(b, x.clip().begin);
-      const int64_t first = round_down<unit_step>(from - begin);  // in whole steps
-      const tile_at t{task.batch, operands.kv_head, x.row, x.count, begin + first, min_of(e, x.clip().end)};
+      const int64_t from = max_of(b, x.clip.begin);
+      tile_at t{task.batch,           operands.kv_head, x.row, x.count, begin + round_down<unit_step>(from - begin),
+                min_of(e, x.clip.end)};  // from a whole step on
       if (t.end <= from) return;
-      const visibility see = see_panel<T>(c, at, x, t, scratch);
-      if (see == visibility::none) {
-        if (keeps_scores(c)) keep_panel<T>(c, task, t, see, nullptr, width);
+      const panel_view<T> view = see_panel<T>(c, at, x, bias_closes, t, scratch);
+      if (view.see == visibility::none) {
+        if (keeps_scores(c)) keep_none<T>(c, task, t);
         return;
       }
       left |= static_cast<uint32_t>(!usual) << i;
@@ -414,8 +418,8 @@ struct matrix_task {
       job* const next = &jobs[count % 3];
       next->x = &x;
       next->t = t;
-      next->see = see;
-      next->first = first;
+      next->view = view;
+      next->first = t.begin - begin;
       next->keys = round_up<unit_step>(t.keys());
       next->scores = scratch.scores + count % 2 * job_keys * width;
       next->weights = weights + count % 2 * weight_parts * weight_part;
@@ -458,8 +462,8 @@ struct matrix_task {
     for (int64_t i = 0; i < panels; ++i) {
       if ((active >> i & 1U) == 0) continue;
       clear_panel(p[i]);
-      begin = min_of(begin, p[i].clip().begin);
-      end = max_of(end, p[i].clip().end);
+      begin = min_of(begin, p[i].clip.begin);
+      end = max_of(end, p[i].clip.end);
     }
     begin = max_of(begin, chunk_begin(c, at, task.chunk));
     // Tiles hold the same keys whatever the panels of the task, so that results do not depend on task sizes.
@@ -496,30 +500,21 @@ struct matrix_task {
     return rows;
   }
 
-  // Whether those of `rows` have weights, but for those that see no key, as rows of padding do. Else it may owe that to the unit:
-  // scores that ran over, and NaN, of which rounding may have made 0.
-  bool rows_are_good(const panel<T>& x, uint32_t rows) const {
-    if (!x.started) return true;
-    bool empty = false;
-    const auto is_empty = [&](int64_t l) MH_INLINE_LAMBDA { return (rows >> l & 1U) != 0 && x.row_total[l] == 0; };
-    for (int64_t l = 0; l < x.count; ++l) {
-      if ((rows >> l & 1U) != 0 && !(x.row_total[l] >= 0)) return false;
-      empty = empty || is_empty(l);
-    }
-    if (!empty) return true;
-    tile_at all{task.batch, operands.kv_head, x.row, x.count, x.clip().begin, x.clip().end};
-    if (c.chunks > 1) {
-      all.begin = max_of(all.begin, chunk_begin(c, at, task.chunk));
-      all.end = min_of(all.end, chunk_begin(c, at, task.chunk + 1));
-    }
-    return !any_sees<T>(c, at, all, is_empty);
-  }
-
-  // Rows of a panel that are left to the tile route, a bit each.
+  // Rows of a panel that are left to the tile route, a bit each. Those without a weight that see a key among them, as it may owe that
+  // to the unit: scores that ran over, and NaN, of which rounding may have made 0. And those that are left with keys of the lowest
+  // bias alone: which of these have been closed, and which added, is a matter of the tile's corners.
   uint32_t rows_beyond_unit(const panel<T>& x) const {
     uint32_t rows = left_rows[&x - p] | tiny_rows(x) | static_cast<uint32_t>(far_rows_of(c, x));
-    if (rows == 0 && rows_are_good(x, ~0U)) return 0;
-    for (int64_t l = 0; l < x.count; ++l) rows |= static_cast<uint32_t>(!rows_are_good(x, 1U << l)) << l;
+    if (!x.started && c.bias == nullptr) return rows;
+    for (int64_t l = 0; l < x.count; ++l) {
+      const bool is_least = c.bias != nullptr && x.row_total[l] != 0 && x.row_max[l] <= least_bias<T> / 2;
+      rows |= static_cast<uint32_t>(is_least || !(x.row_total[l] >= 0)) << l;
+    }
+    const uint64_t empty = empty_rows_of(x) & ~rows;
+    if (empty == 0) return rows;
+    const tile_at all = all_of(c, at, task, operands.kv_head, x);
+    rows |= static_cast<uint32_t>(rows_that_see<T>(c, at, all, empty, least_bias<T>));
+    if (c.bias != nullptr) rows |= static_cast<uint32_t>(rows_of_least<T>(c, at, all, x.clip, empty));
     return rows;
   }
   uint32_t rows_not_finite(const panel<T>& x) const {

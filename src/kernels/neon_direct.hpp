@@ -36,6 +36,7 @@ namespace xsimd::kernel {
 #define MH_DIRECT_ORDER(T, suffix)             \
   MH_DIRECT(eq, batch_bool, T, vceqq_##suffix) \
   MH_DIRECT(lt, batch_bool, T, vcltq_##suffix) \
+  MH_DIRECT(le, batch_bool, T, vcleq_##suffix) \
   MH_DIRECT(gt, batch_bool, T, vcgtq_##suffix) \
   MH_DIRECT(min, batch, T, vminq_##suffix)     \
   MH_DIRECT(max, batch, T, vmaxq_##suffix)

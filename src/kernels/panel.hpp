@@ -1,6 +1,7 @@
 // A panel: up to three vectors of neighbouring rows, Q^T packed and scaled, their state, and the ways in and out of it.
 #pragma once
 
+#include "closing.hpp"
 #include "far.hpp"
 #include "kept.hpp"
 #include "matrix_unit.hpp"
@@ -33,18 +34,17 @@ template <class T>
 struct panel {
   int64_t row, count;  // rows [row, row + count)
   int vectors;
-  bool packed;                             // q is there
-  bool started;                            // out holds something
-  bool awaited;                            // where its results go has been asked for
-  key_range reach[most_panel_vectors<T>];  // keys that any row of a vector may attend
-  key_range whole;                         // keys that every row may attend, as far as positions go
-  T* q;                                    // [head_dim][width]
-  T* out;                                  // [v_dim][width]
-  T* row_max;                              // [width]
-  T* row_sum;                              // [width]: of the weights as values are multiplied with them
-  T* row_total;                            // [width]: before they were rounded for that; the same where they are not
+  bool packed;      // q is there
+  bool started;     // out holds something
+  bool awaited;     // where its results go has been asked for
+  key_range clip;   // keys that any row may attend, as far as positions go
+  key_range whole;  // those that every row may attend
+  T* q;             // [head_dim][width]
+  T* out;           // [v_dim][width]
+  T* row_max;       // [width]
+  T* row_sum;       // [width]: of the weights as values are multiplied with them
+  T* row_total;     // [width]: before they were rounded for that; the same where they are not
   MH_INLINE int64_t width() const { return vectors * lanes<T>; }
-  MH_INLINE key_range clip() const { return {reach[0].begin, reach[vectors - 1].end}; }  // keys that any row may attend
 };
 
 // What panels share while a tile is worked on.
@@ -59,6 +59,7 @@ struct tile_scratch {
   T* care;             // [panel_width]: what weights of a row are multiplied with where a panel is done with care
   T* shift = nullptr;  // [panel_width], behind care: by so much scores of a row are less then (far.hpp), if any are
   T* products;         // [block_kv][panel_width], for these
+  uint64_t least = 0;  // rows of the panel that attend keys of the lowest bias (closing.hpp), a bit each
   phase_clock* clock = nullptr;
 };
 
@@ -153,12 +154,10 @@ MH_INLINE void place_panel(const kernel_call& c, const positions& at, int64_t ro
   p.packed = false;
   p.started = false;
   p.awaited = false;
-  for (int v = 0; v < vectors; ++v) {
-    const key_range first = range_of(c, at, (row + min_of(v * lanes<T>, p.count - 1)) / c.group);
-    const key_range last = range_of(c, at, (row + min_of((v + 1) * lanes<T>, p.count) - 1) / c.group);
-    p.reach[v] = {first.begin, c.extra_keys > 0 ? c.kv_len : last.end};
-    p.whole = {last.begin, v == 0 ? first.end : p.whole.end};
-  }
+  const key_range first = range_of(c, at, row / c.group);
+  const key_range last = range_of(c, at, (row + p.count - 1) / c.group);
+  p.clip = {first.begin, c.extra_keys > 0 ? c.kv_len : last.end};
+  p.whole = {last.begin, first.end};
 }
 
 // Nothing attended yet.
@@ -212,7 +211,7 @@ template <class D>
 MH_INLINE upcoming results_ahead(const kernel_call& c, const kernel_task& task, int64_t kv_head, int64_t end,
                                  panel<typename D::real>& x) {
   constexpr int64_t few = 32;
-  if (x.awaited || c.chunks > 1 || x.clip().end - end >= few) return {};
+  if (x.awaited || c.chunks > 1 || x.clip.end - end >= few) return {};
   x.awaited = true;
   return panel_ahead<D>(c, c.out, c.out_strides, task.batch, kv_head, x, c.v_dim);
 }
@@ -235,23 +234,61 @@ MH_INLINE void ask_for_terms(lines_ahead& ahead, const kernel_call& c, const voi
   }
 }
 
-// What rows see of a tile. The words are filled only where positions or masks may hide something.
+// What a panel sees of a tile.
 template <class T>
-MH_INLINE visibility see_panel(const kernel_call& c, const positions& at, const panel<T>& p, const tile_at& t,
-                               const tile_scratch<T>& scratch) {
-  if (c.mask == nullptr && c.key_mask == nullptr && t.begin >= p.whole.begin && t.end <= p.whole.end)
-    return visibility::all;
-  const visibility see =
-      see_tile<T>(c, at, t.batch, t.kv_head, t.row, t.count, p.width(), t.begin, t.end, scratch.words);
+struct panel_view {
+  visibility see;
+  bool adds_bias;        // to what its rows see
+  const bits<T>* words;  // where some: of the rows and the keys
+  // Of each vector of rows: keys from the first that a row sees to behind the last, counted from the tile's first.
+  key_range seen[most_panel_vectors<T>];
+};
+
+// Leaves out of t the keys at its ends that no row sees, at its begin in whole words. Not where scores are kept.
+template <class T>
+__attribute__((noinline)) void narrow_panel(const kernel_call& c, const panel<T>& p, tile_at& t, panel_view<T>& view) {
+  key_range seen{t.keys(), 0};
+  for (int v = 0; v < p.vectors; ++v) {
+    view.seen[v] = seen_keys<T>(view.words + v * lanes<T>, p.width(), t.keys());
+    seen = {min_of(seen.begin, view.seen[v].begin), max_of(seen.end, view.seen[v].end)};
+  }
+  if (keeps_scores(c) || (seen.begin < word_keys && seen.end == t.keys())) return;
+  const int64_t left_out = round_down<word_keys>(seen.begin);
+  t.end = t.begin + seen.end;
+  t.begin += left_out;
+  view.words += left_out / word_keys * p.width();
+  for (int v = 0; v < p.vectors; ++v) {  // there may be some that see nothing
+    view.seen[v] = {min_of(view.seen[v].begin - left_out, t.keys()), max_of(0, view.seen[v].end - left_out)};
+  }
+  if (see_all<T>(view.words, p.width(), t.keys())) view.see = visibility::all;
+}
+
+// Where nothing hides a key nothing is looked up. looks: whether the bias may close keys somewhere.
+template <class T>
+MH_INLINE panel_view<T> see_panel(const kernel_call& c, const positions& at, const panel<T>& p, bool looks, tile_at& t,
+                                  const tile_scratch<T>& scratch) {
+  panel_view<T> view{visibility::all, c.bias != nullptr, scratch.words, {}};
+  for (int v = 0; v < p.vectors; ++v) view.seen[v] = {0, t.keys()};
+  const bool bias_alone =
+      c.mask == nullptr && c.key_mask == nullptr && t.begin >= p.whole.begin && t.end <= p.whole.end;
+  const bool looks_here = looks && bias_may_close<T>(c, t);
+  if (bias_alone && !looks_here) return view;
+  const tile_view of = view_tile<T>(c, at, t, p.width(), looks_here, scratch.words);
+  view.see = of.see;
+  view.adds_bias = of.adds_bias;
+  if (view.see == visibility::some) {
+    narrow_panel(c, p, t, view);
+    if (bias_alone && view.adds_bias) view.see = visibility::all;  // adding it closes keys, too
+  }
   lap(scratch.clock, phase_mask);
-  return see;
+  return view;
 }
 
 // Everything that changes scores `s` of the keys of t, and their column maxima, which raise tile_max. The scores are still
 // to be multiplied with `scale`, which the first pass does. Closes: bias_pass_transposed.
 template <class T, int NV, bool Closes>
-MH_INLINE void change_scores(const kernel_call& c, const row_terms<T>& rows, const tile_at& t, visibility see,
-                             const bits<T>* words, T* s, T* tile_max, double scale = 1) {
+MH_INLINE void change_scores(const kernel_call& c, const row_terms<T>& rows, const tile_at& t,
+                             const panel_view<T>& view, T* s, T* tile_max, double scale = 1) {
   constexpr int64_t w = lanes<T>;
   constexpr int64_t width = NV * w;
   const auto once = [&] {
@@ -260,17 +297,17 @@ MH_INLINE void change_scores(const kernel_call& c, const row_terms<T>& rows, con
     return first;
   };
   // Scores that no row sees do not count.
-  T* const column_max = see == visibility::some ? nullptr : tile_max;
+  T* const column_max = view.see == visibility::some ? nullptr : tile_max;
   if (c.softcap > 0) softcap_pass<T>(c, s, t.keys() * width, once());
   if (c.alibi_slopes != nullptr)
-    alibi_pass_transposed<T>(c, rows, t, width, s, once(), c.bias == nullptr ? column_max : nullptr);
-  if (c.bias != nullptr) bias_pass_transposed<T, Closes>(c, rows, t, width, s, once(), column_max);
+    alibi_pass_transposed<T>(c, rows, t, width, s, once(), !view.adds_bias ? column_max : nullptr);
+  if (view.adds_bias) bias_pass_transposed<T, Closes>(c, rows, t, width, s, once(), column_max);
   if (scale != 1) {
     const vec<T> factor(static_cast<T>(scale));
     for (int64_t i = 0; i < t.keys() * width; i += w) (vec<T>::load_aligned(s + i) * factor).store_aligned(s + i);
   }
-  if (see == visibility::some) return visibility_pass_transposed<T>(words, t.keys(), width, s, tile_max);
-  if (c.alibi_slopes != nullptr || c.bias != nullptr) return;
+  if (view.see == visibility::some) return visibility_pass_transposed<T>(view.words, t.keys(), width, s, tile_max);
+  if (c.alibi_slopes != nullptr || view.adds_bias) return;
 #pragma GCC unroll 8
   for (int64_t l = 0; l < width; l += w) {
     store<T>(tile_max + l, top_of<T>(load(tile_max + l), t.keys(),
@@ -280,14 +317,14 @@ MH_INLINE void change_scores(const kernel_call& c, const row_terms<T>& rows, con
 
 // The same for a whole tile. A function of its own: within the task's, g++ with sanitizers was not done in 17 minutes.
 template <class T, int NV>
-__attribute__((noinline)) void change_tile(const kernel_call& c, const positions& at, const tile_at& t, visibility see,
-                                           const tile_scratch<T>& scratch) {
+__attribute__((noinline)) void change_tile(const kernel_call& c, const positions& at, const tile_at& t,
+                                           const panel_view<T>& view, const tile_scratch<T>& scratch) {
   row_terms<T> rows;
-  rows.look_up(c, at, t, NV * lanes<T>);
+  rows.look_up(c, at, t, NV * lanes<T>, view.adds_bias, scratch.least);
   constexpr int64_t width = NV * lanes<T>;
   if (scratch.shift != nullptr)
     memcpy(scratch.products, scratch.scores, static_cast<size_t>(t.keys() * width) * sizeof(T));
-  change_scores<T, NV, true>(c, rows, t, see, scratch.words, scratch.scores, scratch.tile_max);
+  change_scores<T, NV, true>(c, rows, t, view, scratch.scores, scratch.tile_max);
   row_of r(c, t.row);
   for (int64_t l = 0; scratch.shift != nullptr && l < t.count; ++l, r.step(c)) {
     if (scratch.shift[l] == 0) continue;
@@ -296,19 +333,22 @@ __attribute__((noinline)) void change_tile(const kernel_call& c, const positions
   }
 }
 
-// What each vector of a panel reaches of a tile, in steps of 16 keys, whole tiles of the product. False: all reach all.
+// What each vector of a panel reaches of a tile, in steps of 16 keys, whole tiles of the product; no less than a vector before it
+// reaches at the end, or one behind it at the begin. False: all reach all.
 template <class T, int NV>
-MH_INLINE bool stairs_of(const panel<T>& p, const tile_at& t, stairs<NV>& reached) {
-  bool uneven = false;
+MH_INLINE bool stairs_of(const panel_view<T>& view, int64_t keys, stairs<NV>& reached) {
   for (int v = 0; v < NV; ++v) {
-    reached.begin[v] = max_of(0, min_of(round_down<16>(p.reach[v].begin) - t.begin, t.keys()));
-    reached.end[v] = max_of(0, min_of(round_up<16>(p.reach[v].end) - t.begin, t.keys()));
-    uneven = uneven || reached.begin[v] > 0 || reached.end[v] < t.keys();
+    reached.end[v] = min_of(round_up<16>(view.seen[v].end), keys);
+    if (v > 0) reached.end[v] = max_of(reached.end[v], reached.end[v - 1]);
+  }
+  for (int v = NV - 1; v >= 0; --v) {
+    reached.begin[v] = round_down<16>(view.seen[v].begin);
+    if (v + 1 < NV) reached.begin[v] = min_of(reached.begin[v], reached.begin[v + 1]);
   }
   if (reached.begin[NV - 1] > reached.end[0]) {
     for (int v = 0; v < NV; ++v) reached.begin[v] = 0;
   }
-  return uneven;
+  return reached.begin[NV - 1] > 0 || reached.end[0] < keys;
 }
 
 // S^T of a tile for those vectors that reach it. What others hold is whatever was there: no row sees it.
@@ -329,21 +369,18 @@ MH_INLINE void scores_on_stairs(by_rows<T> k, const panel<T>& p, int64_t head_di
   if constexpr (NV > 2) some.template operator()<2, NV>(reached.end[1], reached.end[2]);
 }
 
-// S^T of a tile with everything that changes scores, and its column maxima. `none`: no row attends any of the keys;
-// nothing is written.
+// S^T of a tile with everything that changes scores, and its column maxima.
 template <class T, int NV>
-MH_INLINE visibility scores_of(const kernel_call& c, const positions& at, const panel<T>& p, const tile_at& t,
-                               by_rows<T> k, const tile_scratch<T>& scratch, lines_ahead* ahead,
-                               const stairs<NV>* reached) {
-  const visibility see = see_panel<T>(c, at, p, t, scratch);
-  if (see == visibility::none) return see;
+MH_INLINE void scores_of(const kernel_call& c, const positions& at, const panel<T>& p, const tile_at& t,
+                         const panel_view<T>& view, by_rows<T> k, const tile_scratch<T>& scratch, lines_ahead* ahead,
+                         const stairs<NV>* reached) {
   const whole_panel<const T, NV> q{p.q};
   const whole_panel<T, NV> s{scratch.scores};
   for (int v = 0; v < NV; ++v) vec<T>(-infinity<T>).store_aligned(scratch.tile_max + v * lanes<T>);
-  if (see == visibility::all && !has_score_passes(c)) {
+  if (view.see == visibility::all && !has_score_passes(c, view.adds_bias)) {
     product<product_mode::set_max, NV>(k, q, t.keys(), c.head_dim, s, scratch.tile_max, ahead);
     lap(scratch.clock, phase_scores);
-    return see;
+    return;
   }
   if (reached != nullptr) {
     scores_on_stairs<T, NV>(k, p, c.head_dim, scratch, ahead, *reached);
@@ -351,9 +388,8 @@ MH_INLINE visibility scores_of(const kernel_call& c, const positions& at, const 
     product<product_mode::set, NV>(k, q, t.keys(), c.head_dim, s, scratch.tile_max, ahead);
   }
   lap(scratch.clock, phase_scores);
-  change_tile<T, NV>(c, at, t, see, scratch);
+  change_tile<T, NV>(c, at, t, view, scratch);
   lap(scratch.clock, phase_mask);
-  return see;
 }
 
 // The row's place in arrays [batch][heads][q_len].
@@ -493,6 +529,27 @@ MH_INLINE uint64_t far_rows_of(const kernel_call& c, const panel<T>& x) {
   uint64_t rows = 0;
   for (int64_t l = 0; may_lie_far<T>(c) && l < x.count; ++l) rows |= static_cast<uint64_t>(lies_far(x.row_max[l])) << l;
   return rows;
+}
+
+// A panel's rows, and of its keys those of the task's part of a split.
+template <class T>
+MH_INLINE tile_at all_of(const kernel_call& c, const positions& at, const kernel_task& task, int64_t kv_head,
+                         const panel<T>& x) {
+  tile_at t{task.batch, kv_head, x.row, x.count, x.clip.begin, x.clip.end};
+  if (c.chunks > 1) {
+    t.begin = max_of(t.begin, chunk_begin(c, at, task.chunk));
+    t.end = min_of(t.end, chunk_begin(c, at, task.chunk + 1));
+  }
+  return t;
+}
+
+// Rows of a panel that have no weight, a bit each.
+template <class T>
+MH_INLINE uint64_t empty_rows_of(const panel<T>& x) {
+  uint64_t rows = 0;
+  for (int64_t l = 0; l < x.count; l += lanes<T>)
+    rows |= static_cast<uint64_t>((load(x.row_total + l) == vec<T>(T(0))).mask()) << l;
+  return x.count < 64 ? rows & ((uint64_t(1) << x.count) - 1) : rows;
 }
 
 // Of the rows of a panel's vector at l0, from r on: what each is multiplied with, and in `place` where it goes. Their states

@@ -41,25 +41,24 @@ struct to_results {
   }
 };
 
-// O of a panel, whose weights for all its keys, those of t, are given. v: from the first of these keys on. to, factor: of each
-// row. False: something is not finite.
+// O of a panel, whose weights for all its keys are given, as far as it sees them. v: from the first of these keys on. to, factor:
+// of each row. False: something is not finite.
 template <class T>
-__attribute__((noinline)) bool row_values(const panel<T>& x, const tile_at& t, const T* weights, by_columns<T> v,
-                                          int64_t v_dim, T* const* to, const T* factor) {
+__attribute__((noinline)) bool row_values(const panel<T>& x, const panel_view<T>& view, const T* weights,
+                                          by_columns<T> v, int64_t v_dim, T* const* to, const T* factor) {
   constexpr int64_t w = lanes<T>;
   const int64_t width = x.width();
   vec<T> zeros(T(0));
   const auto dims = [&]<int NV>(int64_t d) MH_INLINE_LAMBDA {
     for (int64_t l0 = 0; l0 < x.count; l0 += w) {
-      const key_range& reach = x.reach[l0 / w];
-      const int64_t begin = max_of(reach.begin, t.begin), end = min_of(reach.end, t.end), skipped = begin - t.begin;
+      const key_range& seen = view.seen[l0 / w];
       const int64_t last = min_of(l0 + w, x.count);
       for (int64_t l = l0, rows = 0; l < last; l += rows) {
         rows = (last - l) / ((last - l + rows_at_once - 1) / rows_at_once);
         finite_check<T> check;  // of these alone: the loop has no four registers for its sums
         one_tile<product_mode::set, rows_at_once, NV, T>(
-            by_columns<T>{weights + skipped * width + l, width}, in_rows<T>{v.after(skipped).base + d, v.stride}, rows,
-            max_of(0, end - begin), to_results<T>{to + l, factor + l, d, check}, nullptr);
+            by_columns<T>{weights + seen.begin * width + l, width}, in_rows<T>{v.after(seen.begin).base + d, v.stride},
+            rows, max_of(0, seen.end - seen.begin), to_results<T>{to + l, factor + l, d, check}, nullptr);
         zeros = zeros + check.sum();
       }
     }
@@ -79,7 +78,8 @@ __attribute__((noinline)) bool row_values(const panel<T>& x, const tile_at& t, c
 // The same, divided by the sums of weights and written to where the rows go.
 template <class D>
 __attribute__((noinline)) bool write_row_values(const kernel_call& c, const kernel_task& task, int64_t kv_head,
-                                                const panel<typename D::real>& x, const tile_at& t,
+                                                const panel<typename D::real>& x,
+                                                const panel_view<typename D::real>& view,
                                                 const typename D::real* weights, by_columns<typename D::real> v) {
   using T = typename D::real;
   constexpr int64_t w = lanes<T>;
@@ -92,7 +92,7 @@ __attribute__((noinline)) bool write_row_values(const kernel_call& c, const kern
   for (int64_t l0 = 0; l0 < x.count; l0 += w)
     end_rows<D>(c, task, kv_head, x, l0, nullptr, r, place + l0).store_aligned(factor + l0);
   for (int64_t l = 0; l < x.count; ++l) to[l] = in_place ? static_cast<T*>(place[l]) : x.out + l * c.v_dim;
-  const bool finite = row_values<T>(x, t, weights, v, c.v_dim, to, factor);
+  const bool finite = row_values<T>(x, view, weights, v, c.v_dim, to, factor);
   for (int64_t l = 0; l < x.count && !in_place; ++l)
     narrow_row<D>(to[l], c.v_dim, static_cast<typename D::storage*>(place[l]), c.out_strides[3]);
   return finite;

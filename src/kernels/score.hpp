@@ -11,35 +11,9 @@
 namespace manyhead::MH_ISA {
 namespace {
 
-// The rows of a tile, and its keys.
-struct tile_at {
-  int64_t batch, kv_head;
-  int64_t row;         // first row
-  int64_t count;       // rows that exist
-  int64_t begin, end;  // keys
-  MH_INLINE int64_t keys() const { return end - begin; }
-  MH_INLINE int64_t head(const kernel_call& c, const row_of& r) const { return kv_head * c.group + r.member; }
-};
-
-// Whether some row i of t, of those with wanted(i), sees a key. For afterwards: masks are read once more.
-template <class T, class Wanted>
-__attribute__((noinline)) bool any_sees(const kernel_call& c, const positions& at, const tile_at& t, Wanted wanted) {
-  const int64_t width = round_up<lanes<T>>(t.count);
-  bits<T> words[most_tile_keys / word_keys * most_lanes];
-  for (int64_t begin = t.begin; begin < t.end; begin += most_tile_keys) {
-    const int64_t keys = min_of(most_tile_keys, t.end - begin);
-    see_tile<T>(c, at, t.batch, t.kv_head, t.row, t.count, width, begin, begin + keys, words);
-    for (int64_t i = 0; i < t.count; ++i) {
-      for (int64_t word = 0; word * word_keys < keys && wanted(i); ++word) {
-        if (words[word * width + i] != 0) return true;
-      }
-    }
-  }
-  return false;
-}
-
-MH_INLINE bool has_score_passes(const kernel_call& c) {
-  return c.softcap > 0 || c.alibi_slopes != nullptr || c.bias != nullptr;
+// adds_bias: whether the bias does something else than to close keys (closing.hpp).
+MH_INLINE bool has_score_passes(const kernel_call& c, bool adds_bias) {
+  return c.softcap > 0 || c.alibi_slopes != nullptr || adds_bias;
 }
 
 // The largest of x(0) ... x(n - 1) and `top`, in chains: one would wait 4 cycles a key.
@@ -105,16 +79,30 @@ MH_INLINE void with_scale(double scale, const Pass& pass) {
   pass([factor](vec<T> x) MH_INLINE_LAMBDA { return x * factor; });
 }
 
+// Biases up to this, near the lowest number of f32 and of bf16, close keys, as sums with them have no weight beside any other, unless
+// a product of Q and K is as large: but for rows that see no other (closing.hpp).
+template <class T>
+inline constexpr T least_bias = sizeof(T) == 4 ? T(-0x1.fp127) : T(-0x1.fp1023);
+
+// Of row i.
+template <class T>
+MH_INLINE T closed_to_of(uint64_t least, int64_t i) {
+  return (least >> i & 1U) != 0 ? -infinity<T> : least_bias<T>;
+}
+
 // What is added to the scores of a panel's rows, looked up once a tile. Passes over some of its keys take the rest from
 // their tile_at.
 template <class T>
 struct row_terms {
   int64_t begin;  // of the tile
   alignas(64) T slope[most_lanes];
-  alignas(64) T position[most_lanes];  // relative to the tile: exact where it matters
-  int64_t bias[most_lanes];            // where a row's begins
+  alignas(64) T position[most_lanes];   // relative to the tile: exact where it matters
+  int64_t bias[most_lanes];             // where a row's begins
+  alignas(64) T closed_to[most_lanes];  // biases up to this close the row's keys
 
-  __attribute__((noinline)) void look_up(const kernel_call& c, const positions& at, const tile_at& t, int64_t width) {
+  // least: rows that attend keys of the lowest bias (closing.hpp), a bit each.
+  __attribute__((noinline)) void look_up(const kernel_call& c, const positions& at, const tile_at& t, int64_t width,
+                                         bool adds_bias, uint64_t least = 0) {
     begin = t.begin;
     if (c.alibi_slopes != nullptr) {
       for_each_lane(c, t.row, t.count, width, [&](int64_t l, const row_of& r) {
@@ -122,8 +110,9 @@ struct row_terms {
         position[l] = static_cast<T>(r.query + at.offset - t.begin);
       });
     }
-    if (c.bias != nullptr)
-      for_each_lane(c, t.row, t.count, width, [&](int64_t l, const row_of& r) { bias[l] = bias_offset(c, t, r); });
+    if (!adds_bias) return;
+    for_each_lane(c, t.row, t.count, width, [&](int64_t l, const row_of& r) { bias[l] = bias_offset(c, t, r); });
+    for (int64_t l = 0; l < width; ++l) closed_to[l] = closed_to_of<T>(least, l);
   }
 };
 
@@ -165,9 +154,8 @@ __attribute__((noinline)) void alibi_pass_rows(const kernel_call& c, const posit
 
 // Adding keeps NaN away from slots that the bias closes: -inf there, whatever the score was.
 template <class T>
-MH_INLINE vec<T> biased(vec<T> s, vec<T> b) {
-  const vec<T> closed(-infinity<T>);
-  return xsimd::select(b == closed, closed, s + b);
+MH_INLINE vec<T> biased(vec<T> s, vec<T> b, vec<T> closed_to) {
+  return xsimd::select(b <= closed_to, vec<T>(-infinity<T>), s + b);
 }
 
 // How many of a tile's keys have a bias. Extra keys, the last ones, have none, and a tile may be extra keys alone.
@@ -235,9 +223,10 @@ __attribute__((noinline)) void bias_pass_transposed(const kernel_call& c, const 
     for (int64_t l0 = 0; l0 < width; l0 += w) {
       T* const from = s + l0;
       vec<T> top(-infinity<T>);
+      const vec<T> closed_to = load(of.closed_to + l0);
       const auto add = [=](int64_t k, vec<T> b) MH_INLINE_LAMBDA {
         const vec<T> x = scaled(load(from + k * width));
-        const vec<T> sum = Closes ? biased<T>(x, b) : x + b;
+        const vec<T> sum = Closes ? biased<T>(x, b, closed_to) : x + b;
         store<T>(from + k * width, sum);
         return sum;
       };
@@ -308,7 +297,8 @@ __attribute__((noinline)) void bias_pass_transposed(const kernel_call& c, const 
 }
 
 template <class T>
-__attribute__((noinline)) void bias_pass_rows(const kernel_call& c, const tile_at& t, int64_t width, T* s) {
+__attribute__((noinline)) void bias_pass_rows(const kernel_call& c, const tile_at& t, int64_t width, uint64_t least,
+                                              T* s) {
   constexpr int64_t w = lanes<T>;
   const int64_t keys = biased_keys(c, t), whole = round_down<w>(keys), stride = c.bias_strides[3];
   const bool in_place = stride == 1 && bias_bytes(c) == sizeof(T);
@@ -316,7 +306,9 @@ __attribute__((noinline)) void bias_pass_rows(const kernel_call& c, const tile_a
   row_of r(c, t.row);
   for (int64_t lane = 0; lane < t.count; ++lane, r.step(c)) {
     T* const p = s + lane * width;
-    const auto add = [=](int64_t k, vec<T> bias) MH_INLINE_LAMBDA { store<T>(p + k, biased<T>(load(p + k), bias)); };
+    const vec<T> closed_to(closed_to_of<T>(least, lane));
+    const auto add = [=](int64_t k, vec<T> bias)
+                         MH_INLINE_LAMBDA { store<T>(p + k, biased<T>(load(p + k), bias, closed_to)); };
     const int64_t first = bias_offset(c, t, r) + t.begin * stride;
     // Later slots of the last vector are extra keys or padding: add 0.
     if (in_place) {

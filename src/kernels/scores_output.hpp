@@ -36,13 +36,11 @@ struct scores_task {
     if (c.softcap > 0) softcap_pass<T>(c, s, t.keys() * width);
     if (c.scores_stage == MH_SCORES_CAPPED) return;
     row_terms<T> rows;
-    rows.look_up(c, at, t, width);
+    rows.look_up(c, at, t, width, c.bias != nullptr, ~uint64_t(0));
     if (c.alibi_slopes != nullptr) alibi_pass_transposed<T>(c, rows, t, width, s);
     if (c.bias != nullptr) bias_pass_transposed<T>(c, rows, t, width, s);
-    if (see_tile<T>(c, at, t.batch, t.kv_head, t.row, t.count, width, t.begin, t.end, scratch.words) !=
-        visibility::all) {
+    if (see_tile<T>(c, at, t, width, scratch.words) != visibility::all)
       visibility_pass_transposed<T>(scratch.words, t.keys(), width, s, scratch.tile_max);
-    }
   }
 
   void write(const tile_at& t, int64_t width) const {
