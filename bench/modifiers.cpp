@@ -55,7 +55,7 @@ struct variant {
 };
 
 std::vector<variant> variants_of(arrays& a, int64_t n) {
-  const auto square = static_cast<double>(n * n);
+  const auto square = static_cast<double>(n * n), below_diagonal = 0.5 * static_cast<double>(n * (n + 1));
   const int64_t side = n / 8;
   double in_window = 0;
   for (int64_t i = 0; i < n; ++i)
@@ -81,7 +81,7 @@ std::vector<variant> variants_of(arrays& a, int64_t n) {
   const double seen = static_cast<double>(std::count(a.mask.begin(), a.mask.begin() + n * n, 1));
   return {
       {"plain", [](mh_problem&, mh_tensors&) {}, square},
-      {"causal", [](mh_problem& p, mh_tensors&) { p.causal = 1; }, 0.5 * static_cast<double>(n * (n + 1))},
+      {"causal", [](mh_problem& p, mh_tensors&) { p.causal = 1; }, below_diagonal},
       {"window, an eighth each side",
        [side](mh_problem& p, mh_tensors&) {
          p.flags |= MH_FLAG_WINDOW;
@@ -98,18 +98,18 @@ std::vector<variant> variants_of(arrays& a, int64_t n) {
        static_cast<double>(std::count(a.mask.begin(), a.mask.end(), 1)) / static_cast<double>(heads)},
       {"boolean mask that is causal",
        [=, &a](mh_problem& p, mh_tensors& t) {
-         p.inputs |= MH_INPUT_MASK;
+         with_mask(p, t);
          t.mask = a.lower.data();
          for_all_heads(p.mask_strides);
        },
-       0.5 * static_cast<double>(n * (n + 1))},
+       below_diagonal},
       {"bias of 0 and -inf, causal",
        [=, &a](mh_problem& p, mh_tensors& t) {
-         p.inputs |= MH_INPUT_BIAS;
+         with_bias(p, t);
          t.bias = a.lower_bias.data();
          for_all_heads(p.bias_strides);
        },
-       0.5 * static_cast<double>(n * (n + 1))},
+       below_diagonal},
       {"key padding, the last eighth",
        [&a](mh_problem& p, mh_tensors& t) {
          p.inputs |= MH_INPUT_KEY_MASK;

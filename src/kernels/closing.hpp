@@ -4,8 +4,8 @@
 // numbers in its corners, and in those of its task, close or are all 0.
 //
 // The lowest number closes a key only beside others. A row that has no other attends all that are not closed by -inf, with the
-// same weights, as rounding of the sums has it. So rows that are left without a weight are looked at once more, and done with
-// care where that number, not -inf, has left them so.
+// same weights, as rounding of the sums has it. So rows that are left without a weight are looked at once more, and done again
+// where that number, not -inf, has left them so.
 #pragma once
 
 #include "score.hpp"

@@ -233,10 +233,7 @@ struct decode_task : step_weights<D> {
     if (last_view.see != visibility::some || !heads_see_alike() || keeps_scores(c)) return tile;
     key_range seen{tile.keys(), 0};
     const int64_t rows_width = round_up<w>(rows);
-    for (int64_t l = 0; l < rows_width; l += w) {
-      const key_range of = seen_keys<T>(words + l, rows_width, tile.keys());
-      seen = {min_of(seen.begin, of.begin), max_of(seen.end, of.end)};
-    }
+    for (int64_t l = 0; l < rows_width; l += w) seen = joined(seen, seen_keys<T>(words + l, rows_width, tile.keys()));
     const int64_t left_out = round_down<word_keys>(seen.begin);
     words_begin = left_out / word_keys * rows_width;
     return {tile.begin + left_out, tile.begin + seen.end, tile.next, false};

@@ -214,6 +214,11 @@ __attribute__((noinline)) visibility see_tile(const kernel_call& c, const positi
   return xsimd::all(any == none) ? visibility::none : xsimd::all(hidden == none) ? visibility::all : visibility::some;
 }
 
+// From the first key of either to behind the last.
+MH_INLINE key_range joined(const key_range& a, const key_range& b) {
+  return {min_of(a.begin, b.begin), max_of(a.end, b.end)};
+}
+
 // Of a tile's keys, counted from its first: from the first that a row sees to behind the last. words: of a vector of rows.
 template <class T>
 MH_INLINE key_range seen_keys(const bits<T>* words, int64_t width, int64_t keys) {

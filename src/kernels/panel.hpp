@@ -250,7 +250,7 @@ __attribute__((noinline)) void narrow_panel(const kernel_call& c, const panel<T>
   key_range seen{t.keys(), 0};
   for (int v = 0; v < p.vectors; ++v) {
     view.seen[v] = seen_keys<T>(view.words + v * lanes<T>, p.width(), t.keys());
-    seen = {min_of(seen.begin, view.seen[v].begin), max_of(seen.end, view.seen[v].end)};
+    seen = joined(seen, view.seen[v]);
   }
   if (keeps_scores(c) || (seen.begin < word_keys && seen.end == t.keys())) return;
   const int64_t left_out = round_down<word_keys>(seen.begin);
