@@ -289,6 +289,25 @@ struct job {
   }
 };
 
+// Masks and biases that heads share, for all of them. About 16000 pairs an item.
+void look_at_masks(const job& j, int64_t threads, const mh_exec& exec, const watched_call& watched) {
+  const kernel_call& c = j.c;
+  const auto look_at = [&](const openings& open, task_fn look) {
+    if (open.words == nullptr) return;
+    const int64_t queries = opening_queries * std::clamp<int64_t>(16384 / (opening_queries * c.kv_len), 1, 8);
+    const row_blocks of{blocks(c.q_len, queries), queries, c.q_len};
+    const int64_t items = open.batch_words == 0 ? of.count : c.batch * of.count;
+    for_each(items, threads, exec, watched, phase_mask, [&](const turn& now) {
+      kernel_task t{};
+      t.batch = now.index / of.count;
+      of.put(now.index % of.count, t);
+      look(&c, &t);
+    });
+  };
+  look_at(c.mask_open, j.kernels.open_mask);
+  look_at(c.bias_open, j.kernels.open_bias);
+}
+
 void first_pass(const job& j, int64_t threads, const mh_exec& exec, const watched_call& watched) {
   const plan& plan = j.plan;
   const schedule order(plan, threads);
@@ -393,8 +412,18 @@ void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec, const
   c.partial_out = some(plan.partial_out_bytes);
   c.partial_states = reinterpret_cast<double*>(some(plan.partial_state_bytes));
   c.column_partials = some(plan.column_bytes);
+  const auto place = [&](openings& open, int64_t bytes) {
+    if (bytes == 0) return;
+    const int64_t batches = open.batch_words == 0 ? 1 : c.batch,
+                  all_blocks = blocks(c.q_len, opening_queries) * batches;
+    open.blocks = reinterpret_cast<opening*>(memory.take(bytes));
+    open.words = reinterpret_cast<uint32_t*>(open.blocks + all_blocks);
+  };
+  place(c.mask_open, plan.mask_open_bytes);
+  place(c.bias_open, plan.bias_open_bytes);
   j.slots = memory.take(0);
   if (plan.last_rows > 0) last = last_call(plan, c);
+  look_at_masks(j, threads, exec, watched);
   first_pass(j, threads, exec, watched);
   if (plan.chunks > 1) merge_chunks(plan, c, threads, exec, watched);
   if (has_second_pass(plan.p)) later_passes(j, tensors.column_sums, threads, exec, watched);

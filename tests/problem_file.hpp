@@ -45,9 +45,9 @@ inline bool read_test_word(const std::string& word, problem_line& line) {
     return true;
   }
   if (value_of("data", line.data))
-    return known(line.data,
-                 {"normal", "heavy", "equal", "huge", "maxval", "denormal", "masked", "nanbias", "padded", "blocks",
-                  "topval", "farsinks", "opposed", "large", "poison", "small", "spread", "tinyk", "tinyq"});
+    return known(line.data, {"normal",  "heavy",  "equal",  "huge",   "maxval", "denormal", "masked",
+                             "nanbias", "padded", "padnan", "blocks", "stairs", "topval",   "farsinks",
+                             "opposed", "large",  "poison", "small",  "spread", "tinyk",    "tinyq"});
   if (value_of("strides", line.strides))
     return known(line.strides, {"packed", "transposed", "zero", "negative", "reversed", "lastdim", "qout", "odd"});
   if (!value_of("bcast", line.broadcast)) return false;

@@ -8,8 +8,10 @@
 //          poison    normal, and NaN and inf in some keys that some rows attend
 //          nanbias   normal, and a bias of one key that is NaN, for few rows
 //          padded    normal, and a bias that is the lowest finite number for the first half of the keys, for some rows for all
+//          padnan    padded, and NaN in a value of the last key
 //          blocks    normal, and masks and biases of 0 and -inf, for odd heads of 0 and the lowest number, that leave each five
 //                    rows some keys in a row, or none; key masks leave out the first and the last keys
+//          stairs    normal, and masks and biases of -inf that leave rows keys in a row, later ones to each; a third of the biases add
 //          spread    scores that grow (or fall) along the keys to about +-60: the running maximum moves all the time
 //          equal     all keys and values equal
 //          huge      scores of +-1e6 and +-1e30, the largest well apart
@@ -349,6 +351,10 @@ struct test_case {
     hide_keys();
     if (line.data == "poison") poison_keys();
     if (line.data == "nanbias") poison_biases();
+    if (line.data == "padnan")
+      each_key([&](int64_t b, int64_t g, int64_t j, int64_t) {
+        if (j + 1 == p.kv_len) v.set({b, g, j, 0}, std::nan(""));
+      });
   }
 
   void fill_masks() {
@@ -359,7 +365,12 @@ struct test_case {
       const int64_t some = i[2] / 5 + 3 * i[1], begin = some * 89 % keys;
       return some % 4 != 3 && i[3] >= begin && i[3] <= begin + some * 31 % (keys / 2 + 1);
     };
+    const bool stairs = line.data == "stairs";
+    const auto on_stairs = [](const index4& i, int64_t keys) {
+      return i[3] >= 2 * i[2] - keys / 2 && i[3] < keys / 3 + 4 * i[2];
+    };
     fill(mask, [&](const index4& i, double) -> double {
+      if (stairs) return on_stairs(i, mask.dims[3]) ? 1 : 0;
       if (blocks) return in_block(i, mask.dims[3]) ? 1 : 0;
       if (empties && i[2] % 3 == 0) return 0;
       if (empties && i[2] % 5 == 1 && i[3] < mask.dims[3] / 2) return 0;
@@ -367,9 +378,12 @@ struct test_case {
       return random_.below(10) < 3 ? 0 : yes[random_.below(3)];
     });
     fill(bias, [&](const index4& i, double normal) -> double {
+      if (stairs && on_stairs(i, bias.dims[3])) return i[2] / 16 % 3 == 1 ? normal : 0;
+      if (stairs) return -HUGE_VAL;
       if (blocks && in_block(i, bias.dims[3])) return 0;
       if (blocks) return i[1] % 2 ? -largest_of(bias.type) : -HUGE_VAL;
-      if (line.data == "padded") return i[2] % 4 == 3 || i[3] < bias.dims[3] / 2 ? -largest_of(bias.type) : normal;
+      if (line.data == "padded" || line.data == "padnan")
+        return i[2] % 4 == 3 || i[3] < bias.dims[3] / 2 ? -largest_of(bias.type) : normal;
       if (empties && i[2] % 3 == 1) return -HUGE_VAL;
       if (empties && i[2] % 4 == 2) return lowest;
       return random_.below(10) == 0 ? -HUGE_VAL : 2 * normal;

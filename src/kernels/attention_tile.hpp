@@ -44,16 +44,15 @@ struct tile_task {
     scratch.clock = task.clock;
     for (int64_t row = task.row_begin; row < task.row_end; row += p[panels++].count) {
       p[panels] = carve_panel<T>(from, c, true);
-      place_panel(c, at, row, task.row_end, panel_vectors<T>(task.row_end - row), p[panels]);
+      place_panel(c, at, task.batch, row, task.row_end, panel_vectors<T>(task.row_end - row), p[panels]);
     }
     bias_closes = bias_may_close<T>(c, {task.batch, kv_head, task.row_begin, task.row_end - task.row_begin,
-                                        p[0].clip.begin, p[panels - 1].clip.end});
+                                        p[0].reach.begin, p[panels - 1].reach.end});
   }
 
-  // What a mask or bias says of a panel's rows and of keys [begin, end).
-  MH_INLINE void ask_for(const void* base, const int64_t* strides, int64_t size, const panel<T>& x, int64_t begin,
-                         int64_t end) {
-    ask_for_terms<T>(ahead, c, base, strides, size, task.batch, kv_head, x, begin, end);
+  // What the bias says of a panel's rows and of keys [begin, end).
+  MH_INLINE void ask_for_its_bias(const panel<T>& x, int64_t begin, int64_t end) {
+    ask_for_bias<T>(ahead, c, bias_closes, task.batch, kv_head, x, begin, end);
   }
 
   // A tile of keys, and the panels that take it in turn.
@@ -66,8 +65,8 @@ struct tile_task {
 
   // What masks say of a panel's rows and keys, which is looked at before all else.
   MH_INLINE void ask_for_masks(const panel<T>& x, int64_t begin, int64_t end) {
-    ask_for(c.mask, c.mask_strides, 1, x, begin, end);
-    if (bias_closes) ask_for(c.bias, c.bias_strides, bias_bytes(c), x, begin, end);
+    ask_for_mask<T>(ahead, c, task.batch, kv_head, x, begin, end);
+    if (bias_closes) ask_for_its_bias(x, begin, end);
   }
 
   // What comes after panel i, in the order of need. Asked for during the product with V: its loop has registers to spare.
@@ -86,8 +85,8 @@ struct tile_task {
   template <int NV>
   MH_INLINE void attend(int64_t i, const key_tile& tile, bool careful) {
     panel<T>& x = p[i];
-    tile_at t{task.batch, kv_head, x.row, x.count, max_of(tile.begin, x.clip.begin), min_of(tile.end, x.clip.end)};
-    const bool has_all_keys = t.begin == x.clip.begin && t.end == x.clip.end;
+    tile_at t{task.batch, kv_head, x.row, x.count, max_of(tile.begin, x.reach.begin), min_of(tile.end, x.clip.end)};
+    const bool has_all_keys = t.begin <= x.clip.begin && t.end == x.clip.end;
     const panel_view<T> view = see_panel<T>(c, at, x, bias_closes && !careful, t, scratch);
     if (view.see == visibility::none) {
       if (keeps_scores(c)) keep_none<T>(c, task, t);
@@ -96,7 +95,7 @@ struct tile_task {
     stairs<NV> steps;
     const bool uneven = NV > 1 && view.see == visibility::some && stairs_of<T, NV>(view, t.keys(), steps);
     const by_rows<T> k = tile.k.from(t.begin - tile.begin);
-    if (!bias_closes) ask_for(c.bias, c.bias_strides, bias_bytes(c), x, t.begin, t.end);
+    if (!bias_closes) ask_for_its_bias(x, t.begin, t.end);
     scores_of<T, NV>(c, at, x, t, view, k, scratch, &ahead, uneven ? &steps : nullptr);
     if (keeps_scores(c)) keep_panel<T>(c, task, t, scratch.scores, x.width(), scratch.shift);
     const softmax_rows<T, NV> rows{x.row_max, x.row_sum, x.out, c.v_dim};
@@ -137,20 +136,20 @@ struct tile_task {
 
   // Panels [first, last) against all their keys.
   void attend_all(int64_t first, int64_t last, bool careful) {
-    int64_t begin = c.kv_len;
-    int64_t end = 0;
+    int64_t begin = c.kv_len, clipped = c.kv_len, end = 0;
     for (int64_t i = first; i < last; ++i) {
       panel<T>& x = p[i];
       clear_panel(x);
       results[i] = written::not_yet;
       x.started = careful;  // its products always add
       if (careful) memset(x.out, 0, static_cast<size_t>(c.v_dim * x.width()) * sizeof(T));
-      begin = min_of(begin, x.clip.begin);
+      begin = min_of(begin, x.reach.begin);
+      clipped = min_of(clipped, x.clip.begin);
       end = max_of(end, x.clip.end);
     }
     begin = max_of(begin, chunk_begin(c, at, task.chunk));
     if (c.chunks > 1) end = min_of(end, chunk_begin(c, at, task.chunk + 1));
-    for (int64_t b = begin / c.block_kv * c.block_kv; b < end; b += c.block_kv) {
+    for (int64_t b = max_of(begin, clipped) / c.block_kv * c.block_kv; b < end; b += c.block_kv) {
       const int64_t tile_begin = max_of(b, begin);
       const int64_t tile_end = min_of(b + c.block_kv, end);
       const T* k = kv_rows<D>(c.k, c.k_strides, task.batch, kv_head, tile_begin, tile_end - tile_begin, c.head_dim,
@@ -186,6 +185,7 @@ struct tile_task {
   // bits stay, and so does a result that really is not finite.
   __attribute__((noinline)) void attend_with_care(int64_t i, uint64_t least) {
     panel<T>& x = p[i];
+    x.clip = x.reach;
     scratch.least = least;
     const uint64_t far = far_rows_of(c, x);
     T* const shift = scratch.care + panel_width<T>;
@@ -204,7 +204,7 @@ struct tile_task {
   // Rows of a panel that are left with keys of the lowest bias alone, a bit each.
   MH_INLINE uint64_t least_rows_of(const panel<T>& x) const {
     const uint64_t empty = c.bias != nullptr ? empty_rows_of(x) : 0;
-    return empty == 0 ? 0 : rows_of_least<T>(c, at, all_of(c, at, task, kv_head, x), x.clip, empty);
+    return empty == 0 ? 0 : rows_of_least<T>(c, at, all_of(c, at, task, kv_head, x), x.reach, empty);
   }
 
   // False: something is not finite.
@@ -219,6 +219,7 @@ struct tile_task {
   __attribute__((noinline)) bool attend_least(int64_t i, uint64_t least) {
     const bool closes = bias_closes;
     bias_closes = false;
+    p[i].clip = p[i].reach;
     scratch.least = least;
     attend_all(i, i + 1, false);
     scratch.least = 0;

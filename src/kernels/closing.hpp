@@ -29,10 +29,12 @@ __attribute__((noinline)) bool corners_may_close(const kernel_call& c, const til
   return all_zero;
 }
 
-// Whether the bias may close keys of t, as far as its corners tell. Where there are few keys it is not worth a look.
+// Whether the bias may close keys of t, as far as its corners tell, or its openings. Where there are few keys it is not worth a look.
 template <class T>
 MH_INLINE bool bias_may_close(const kernel_call& c, const tile_at& t) {
-  return c.bias != nullptr && c.kv_len > word_keys && biased_keys(c, t) > 0 && corners_may_close<T>(c, t);
+  if (c.bias == nullptr || c.kv_len <= word_keys || biased_keys(c, t) <= 0) return false;
+  if (c.bias_open.words != nullptr) return opening_of_rows(c, c.bias_open, t.batch, t.row, t.count).closes;
+  return corners_may_close<T>(c, t);
 }
 
 // Whether n numbers are the same, bit for bit. x: as many as whole vectors, at any address.
@@ -44,37 +46,61 @@ MH_INLINE bool all_alike(const T* x, int64_t n) {
   return xsimd::all(xsimd::bitwise_cast<bits<T>>(differ) == xsimd::batch<bits<T>, MH_ARCH>(bits<T>(0)));
 }
 
-// Of biases of keys, up to word_keys: those that close keys, a bit each. x: as above.
+// Whether some number of a bias does something else than to close.
 template <class T>
-MH_INLINE uint32_t hidden_by_bias(const T* x, int64_t keys, T closed_to, xsimd::batch_bool<T, MH_ARCH>& adds) {
-  uint32_t hidden = 0;
-  for (int64_t k = 0; k < keys; k += lanes<T>) {
-    const vec<T> of = load(x + k);
-    const auto closes = of <= vec<T>(closed_to);
-    adds = adds | xsimd::bitwise_andnot(of != vec<T>(T(0)), closes);
-    hidden |= static_cast<uint32_t>(closes.mask()) << k;
+struct bias_adds {
+  xsimd::batch_bool<T, MH_ARCH> in_vectors = vec<T>(T(0)) != vec<T>(T(0));
+  bool in_rows = false;  // of one number throughout
+  MH_INLINE bool any() const { return in_rows || xsimd::any(in_vectors); }
+};
+
+// Closes what a row of a bias closes, in words[0], words[step] and so on; no bits of no key. Most rows of a mask close all keys of a
+// tile or none. row: as above.
+template <class T, class Word>
+MH_INLINE void close_by_row(const T* row, int64_t keys, T closed_to, Word* words, int64_t step, bias_adds<T>& adds) {
+  const bool alike = all_alike(row, keys), closes = row[0] <= closed_to;
+  if (alike && !closes) {
+    adds.in_rows = adds.in_rows || row[0] != T(0);
+    return;
   }
-  return hidden;
+  for (int64_t first = 0; first < keys; first += word_keys, words += step) {
+    const int64_t n = min_of(word_keys, keys - first);
+    uint32_t hidden = alike ? ~0U : 0;
+    for (int64_t k = 0; !alike && k < n; k += lanes<T>) {
+      const vec<T> of = load(row + first + k);
+      const auto closed = of <= vec<T>(closed_to);
+      adds.in_vectors = adds.in_vectors | xsimd::bitwise_andnot(of != vec<T>(T(0)), closed);
+      hidden |= static_cast<uint32_t>(closed.mask()) << k;
+    }
+    *words = static_cast<uint32_t>(~(hidden & bit_range(0, n)));
+  }
+}
+
+// Biases of keys, up to most_tile_keys, in whole vectors: where they lie, or widened to `copy`.
+template <class T>
+MH_INLINE const T* whole_biases(const kernel_call& c, const void* from, int64_t keys, T* copy) {
+  const int64_t stride = c.bias_strides[3];
+  if (stride == 1 && bias_bytes(c) == sizeof(T) && keys % lanes<T> == 0) return static_cast<const T*>(from);
+  widen_any<T>(c.bias_dtype, from, 0, stride, keys, copy);
+  for (int64_t k = keys; k < round_up<lanes<T>>(keys); ++k) copy[k] = copy[keys - 1];
+  return copy;
 }
 
 // What the bias leaves open of a tile, words[word * width + lane] as see_tile has them, but that bits of no key are set. Returns
-// whether some number does something else than to close. Most rows of a mask close all keys of a tile or none.
+// whether some number does something else than to close.
 template <class T>
 __attribute__((noinline)) bool open_of_bias(const kernel_call& c, const tile_at& t, int64_t width, T closed_to,
                                             bits<T>* words) {
   using U = xsimd::batch<bits<T>, MH_ARCH>;
-  constexpr int64_t w = lanes<T>;
-  const int64_t keys = biased_keys(c, t), stride = c.bias_strides[3], n = (t.keys() + word_keys - 1) / word_keys;
-  const bool in_place = stride == 1 && bias_bytes(c) == sizeof(T) && keys % w == 0;
-  for (int64_t i = 0; i < n * width; i += w) U(~bits<T>(0)).store_unaligned(words + i);
+  const int64_t keys = biased_keys(c, t), n = (t.keys() + word_keys - 1) / word_keys;
+  for (int64_t i = 0; i < n * width; i += lanes<T>) U(~bits<T>(0)).store_unaligned(words + i);
   if (keys == 0) return false;
-  auto adds = vec<T>(T(0)) != vec<T>(T(0));
-  bool some_add = false;
+  bias_adds<T> adds;
   alignas(64) T copy[most_tile_keys];
   const int64_t size = bias_bytes(c);
   const char* const first =
       static_cast<const char*>(c.bias) +
-      size * (t.batch * c.bias_strides[0] + t.kv_head * c.group * c.bias_strides[1] + t.begin * stride);
+      size * (t.batch * c.bias_strides[0] + t.kv_head * c.group * c.bias_strides[1] + t.begin * c.bias_strides[3]);
   row_walk<const char> of_row(c, t.row, first, size * c.bias_strides[1], size * c.bias_strides[2]);
   const char* last = nullptr;
   for (int64_t l = 0; l < width; ++l) {
@@ -82,23 +108,11 @@ __attribute__((noinline)) bool open_of_bias(const kernel_call& c, const tile_at&
       for (int64_t i = 0; i < n; ++i) words[i * width + l] = words[i * width + l - 1];
     } else {
       last = of_row.at;
-      const T* row = copy;
-      if (in_place) {
-        row = reinterpret_cast<const T*>(last);
-      } else {
-        widen_any<T>(c.bias_dtype, last, 0, stride, keys, copy);
-        for (int64_t k = keys; k < round_up<w>(keys); ++k) copy[k] = copy[keys - 1];
-      }
-      const bool alike = all_alike(row, keys), closes = row[0] <= closed_to;
-      if (alike && !closes) some_add = some_add || row[0] != T(0);
-      for (int64_t k = 0; k < keys && (closes || !alike); k += word_keys) {
-        const uint32_t hidden = alike ? ~0U : hidden_by_bias(row + k, min_of(word_keys, keys - k), closed_to, adds);
-        words[k / word_keys * width + l] = static_cast<uint32_t>(~(hidden & bit_range(0, keys - k)));  // not extra keys
-      }
+      close_by_row(whole_biases(c, last, keys, copy), keys, closed_to, words + l, width, adds);
     }
     if (l + 1 < t.count) of_row.step(c);
   }
-  return some_add || xsimd::any(adds);
+  return adds.any();
 }
 
 // What rows see of a tile.
@@ -107,13 +121,19 @@ struct tile_view {
   bool adds_bias;  // to what they see
 };
 
-// As see_tile; looks: whether the bias may close keys of the tile, by numbers up to closed_to.
+// As see_tile; looks: whether the bias may close keys of the tile.
 template <class T>
 __attribute__((noinline)) tile_view view_tile(const kernel_call& c, const positions& at, const tile_at& t,
-                                              int64_t width, bool looks, bits<T>* words, T closed_to = least_bias<T>) {
+                                              int64_t width, bool looks, bits<T>* words) {
   if (!looks) return {see_tile<T>(c, at, t, width, words), c.bias != nullptr};
   alignas(64) bits<T> open[most_tile_keys / word_keys * most_lanes];
-  const bool adds = open_of_bias<T>(c, t, width, closed_to, open);
+  bool adds;
+  if (c.bias_open.words != nullptr) {
+    look_up_openings<T>(c, c.bias_open, t, width, (t.keys() + word_keys - 1) / word_keys, width, open);
+    adds = opening_of_rows(c, c.bias_open, t.batch, t.row, t.count).adds;
+  } else {
+    adds = open_of_bias<T>(c, t, width, least_bias<T>, open);
+  }
   return {see_tile<T>(c, at, t, width, words, open), adds};
 }
 
@@ -122,12 +142,13 @@ template <class T>
 __attribute__((noinline)) uint64_t rows_that_see(const kernel_call& c, const positions& at, const tile_at& t,
                                                  uint64_t rows, T closed_to) {
   const int64_t width = round_up<lanes<T>>(t.count);
-  bits<T> words[most_tile_keys / word_keys * most_lanes];
+  alignas(64) bits<T> words[most_tile_keys / word_keys * most_lanes], open[most_tile_keys / word_keys * most_lanes];
   uint64_t see = 0;
   for (int64_t begin = t.begin; begin < t.end && see != rows; begin += most_tile_keys) {
     const int64_t keys = min_of(most_tile_keys, t.end - begin);
     const tile_at some{t.batch, t.kv_head, t.row, t.count, begin, begin + keys};
-    view_tile<T>(c, at, some, width, c.bias != nullptr, words, closed_to);
+    if (c.bias != nullptr) open_of_bias<T>(c, some, width, closed_to, open);
+    see_tile<T>(c, at, some, width, words, c.bias != nullptr ? open : nullptr);
     for (int64_t first = 0; first < keys; first += word_keys) {
       for (int64_t i = 0; i < t.count; ++i)
         see |= static_cast<uint64_t>(words[first / word_keys * width + i] != 0) << i & rows;

@@ -27,6 +27,22 @@ struct reading {
   int64_t k_turn, v_turn;  // keys of K and of V in a turn of a decode step's task of several kv heads; 0: whole tiles
 };
 
+// What some queries may attend as far as a mask or bias goes: keys from the first that is open to any of them to behind the last;
+// those that are open to all.
+struct opening {
+  int64_t any_begin, any_end, all_begin, all_end;  // begin >= end: none
+  bool closes;  // it is a bias that hides whole words of keys from some query, or does nothing else than to hide some
+  bool adds;    // it is a bias that does something else
+};
+// A mask that heads share, or a bias that is one, looked at once for all of them before the tasks (openings.hpp). Of each batch
+// entry and query a row of words: a bit for each key, and one word more, as tiles begin anywhere. And what so many queries share.
+inline constexpr int64_t opening_queries = 8;
+struct openings {
+  uint32_t* words;  // NULL: each task looks for itself
+  opening* blocks;
+  int64_t batch_words, query_words, batch_blocks;  // strides
+};
+
 // What all tasks of one call share. Strides in elements; dimension order as in manyhead.h. Heads of several batch entries
 // may be told as those of one (plan.hpp: entries), here and in kernel_task.
 struct alignas(64) kernel_call : reading {  // copied for each call, by whole lines
@@ -66,6 +82,7 @@ struct alignas(64) kernel_call : reading {  // copied for each call, by whole li
   const void* alibi_slopes;  // real
   const void* sinks;         // real
   int64_t mask_strides[4], bias_strides[4], key_mask_strides[2], alibi_batch_stride;
+  openings mask_open, bias_open;
 
   void* lse;  // real or NULL, in lse_base
   int64_t lse_strides[3];
@@ -227,6 +244,7 @@ struct dtype_kernels {
   task_fn attention[route_count];  // route_matrix: NULL where there is no matrix unit for the type
   task_fn weights;                 // second pass: weights, their means and column sums from kept scores
   task_fn scores;                  // of one kv head, with scratch of the tile route
+  task_fn open_mask, open_bias;    // fill rows of queries [row_begin, row_end) of kernel_call::mask_open, bias_open
   merge_fn merge;                  // states and result of this dtype
   merge_fn merge_real;             // states in real, result of this dtype: joins split-KV partials
   int64_t (*scratch_bytes[route_count])(const kernel_call&, int64_t block_q);  // of a route's tasks

@@ -10,6 +10,7 @@
 #endif
 #include "linear_unit.hpp"
 #include "merge.hpp"
+#include "openings.hpp"
 #include "probe.hpp"
 #include "scores_output.hpp"
 #include "weights.hpp"
@@ -43,6 +44,8 @@ constexpr dtype_kernels kernels_of() {
   k.scratch_bytes[route_decode] = decode_task<D>::scratch_bytes;
   k.weights = attention_weights<Real>;
   k.scores = attention_scores<D>;
+  k.open_mask = open_mask;
+  k.open_bias = open_bias<typename D::real>;
   k.merge = merge_rows<D, D>;
   k.merge_real = merge_rows<Real, D>;
   k.arithmetic = multiply_adds<typename D::real>;

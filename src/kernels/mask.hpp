@@ -90,6 +90,11 @@ MH_INLINE int64_t chunk_begin(const kernel_call& c, const positions& at, int64_t
   return chunks_from(c, range_of(c, at, 0).begin, c.block_kv) + chunk * c.chunk_keys;
 }
 
+// From the first key of either to behind the last.
+MH_INLINE key_range joined(const key_range& a, const key_range& b) {
+  return {min_of(a.begin, b.begin), max_of(a.end, b.end)};
+}
+
 // Bits [begin, end) of a word, for any integers.
 MH_INLINE uint32_t bit_range(int64_t begin, int64_t end) {
   begin = max_of(begin, 0);
@@ -110,6 +115,49 @@ MH_INLINE xsimd::batch<bits<T>, MH_ARCH> bit_range(signed_vec<T> begin, signed_v
     return xsimd::select(xsimd::batch_bool_cast<bits<T>>(x > last), U(bits<T>(0)), some);
   };
   return xsimd::bitwise_andnot(from(begin), from(end));
+}
+
+MH_INLINE uint32_t* row_of_openings(const openings& open, int64_t batch, int64_t query) {
+  return open.words + batch * open.batch_words + query * open.query_words;
+}
+
+// Looks up n words of each row of a tile, words[word * pitch + lane] as see_tile has them. The bits behind the last key are anything.
+template <class T>
+__attribute__((noinline)) void look_up_openings(const kernel_call& c, const openings& open, const tile_at& t,
+                                                int64_t width, int64_t n, int64_t pitch, bits<T>* words) {
+  const int64_t shift = t.begin % word_keys;
+  row_walk<const uint32_t> of_row(c, t.row, row_of_openings(open, t.batch, 0) + t.begin / word_keys, 0,
+                                  open.query_words);
+  const uint32_t* last = nullptr;
+  for (int64_t l = 0; l < width; ++l) {
+    if (of_row.at == last) {  // many lanes may share it
+      for (int64_t i = 0; i < n; ++i) words[i * pitch + l] = words[i * pitch + l - 1];
+    } else {
+      last = of_row.at;
+      for (int64_t i = 0; i < n; ++i) {
+        uint64_t two;
+        memcpy(&two, last + i, sizeof two);
+        words[i * pitch + l] = static_cast<uint32_t>(two >> shift);
+      }
+    }
+    if (l + 1 < t.count) of_row.step(c);
+  }
+}
+
+// What openings say of no queries, and of those of two.
+MH_INLINE opening opening_of_none(const kernel_call& c) { return {c.kv_len, 0, 0, c.kv_len, false, false}; }
+MH_INLINE opening joined(const opening& a, const opening& b) {
+  return {min_of(a.any_begin, b.any_begin), max_of(a.any_end, b.any_end), max_of(a.all_begin, b.all_begin),
+          min_of(a.all_end, b.all_end),     a.closes || b.closes,         a.adds || b.adds};
+}
+// Of rows [row, row + count), or of some more.
+__attribute__((noinline)) opening opening_of_rows(const kernel_call& c, const openings& open, int64_t batch,
+                                                  int64_t row, int64_t count) {
+  opening of = opening_of_none(c);
+  const opening* const blocks = open.blocks + batch * open.batch_blocks;
+  const int64_t last = (row + count - 1) / c.group / opening_queries;
+  for (int64_t i = row / c.group / opening_queries; i <= last; ++i) of = joined(of, blocks[i]);
+  return of;
 }
 
 // Fills words[word * width + lane] for the rows and keys of a tile, at most most_tile_keys. width is a multiple of the lanes; those
@@ -151,7 +199,9 @@ __attribute__((noinline)) visibility see_tile(const kernel_call& c, const positi
   // What the mask leaves to each row.
   const bool rows_differ = mask != nullptr && !rows_share;
   alignas(64) bits<T> open[most_words][most_lanes];
-  if (rows_differ) {
+  if (rows_differ && c.mask_open.words != nullptr) {
+    look_up_openings<T>(c, c.mask_open, t, width, n, most_lanes, open[0]);
+  } else if (rows_differ) {
     const int64_t stride = c.mask_strides[3], whole = stride == 1 ? masked / word_keys : 0;
     row_walk<const uint8_t> of_row(c, t.row, mask, to_member, to_query);
     const uint8_t* last = nullptr;
@@ -212,11 +262,6 @@ __attribute__((noinline)) visibility see_tile(const kernel_call& c, const positi
     }
   }
   return xsimd::all(any == none) ? visibility::none : xsimd::all(hidden == none) ? visibility::all : visibility::some;
-}
-
-// From the first key of either to behind the last.
-MH_INLINE key_range joined(const key_range& a, const key_range& b) {
-  return {min_of(a.begin, b.begin), max_of(a.end, b.end)};
 }
 
 // Of a tile's keys, counted from its first: from the first that a row sees to behind the last. words: of a vector of rows.

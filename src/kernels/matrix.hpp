@@ -119,10 +119,10 @@ struct matrix_task {
     scratch.clock = task.clock;
     for (int64_t row = task.row_begin; row < task.row_end; row += width) {
       carve_panel(from, c, p[panels]);
-      place_panel(c, at, row, task.row_end, NV, p[panels++]);
+      place_panel(c, at, task.batch, row, task.row_end, NV, p[panels++]);
     }
     bias_closes = bias_may_close<T>(c, {task.batch, operands.kv_head, task.row_begin, task.row_end - task.row_begin,
-                                        p[0].clip.begin, p[panels - 1].clip.end});
+                                        p[0].reach.begin, p[panels - 1].reach.end});
   }
 
   // Weights of one part are rounded to it. Rows are divided by the sum of the rounded ones, so that what rounding did to a
@@ -391,18 +391,18 @@ struct matrix_task {
     job* weighed = &none;
     job* scored = &none;
     int64_t count = 0;
-    const auto ask_soon = [&](const void* base, const int64_t* strides, int64_t size, int64_t i,
-                              int64_t b) MH_INLINE_LAMBDA {
+    const auto ask_soon = [&](int64_t i, int64_t b) MH_INLINE_LAMBDA {  // what masks say of panel i, keys from b on
       const int64_t from = max_of(b, p[i].clip.begin), to = min_of(b + job_keys, p[i].clip.end);
-      ask_for_terms<T>(soon, c, base, strides, size, task.batch, operands.kv_head, p[i], from, to);
+      ask_for_mask<T>(soon, c, task.batch, operands.kv_head, p[i], from, to);
+      ask_for_bias<T>(soon, c, bias_closes, task.batch, operands.kv_head, p[i], from, to);
     };
     const auto attend = [&](int64_t i, int64_t b, int64_t e) MH_INLINE_LAMBDA {
       panel<T>& x = p[i];
       if ((active >> i & 1U) == 0) return;
-      const int64_t from = max_of(b, x.clip.begin);
+      if (min_of(e, x.clip.end) <= max_of(b, x.clip.begin)) return;
+      const int64_t from = max_of(b, x.reach.begin);
       tile_at t{task.batch,           operands.kv_head, x.row, x.count, begin + round_down<unit_step>(from - begin),
                 min_of(e, x.clip.end)};  // from a whole step on
-      if (t.end <= from) return;
       const panel_view<T> view = see_panel<T>(c, at, x, bias_closes, t, scratch);
       if (view.see == visibility::none) {
         if (keeps_scores(c)) keep_none<T>(c, task, t);
@@ -426,9 +426,7 @@ struct matrix_task {
       ++count;
       soon.clear();  // what has not been asked for yet is here now, or late
       const bool is_last = i + 1 == panels;
-      const int64_t coming = is_last ? 0 : i + 1, coming_key = is_last ? e : b;
-      ask_soon(c.mask, c.mask_strides, 1, coming, coming_key);
-      ask_soon(c.bias, c.bias_strides, bias_bytes(c), coming, coming_key);
+      ask_soon(is_last ? 0 : i + 1, is_last ? e : b);
       ahead.add(results_ahead<D>(c, task, operands.kv_head, e, x));
       begin_changes(*next);
       multiply_scores<Fast, Turn>(*next, *scored);
@@ -514,7 +512,7 @@ struct matrix_task {
     if (empty == 0) return rows;
     const tile_at all = all_of(c, at, task, operands.kv_head, x);
     rows |= static_cast<uint32_t>(rows_that_see<T>(c, at, all, empty, least_bias<T>));
-    if (c.bias != nullptr) rows |= static_cast<uint32_t>(rows_of_least<T>(c, at, all, x.clip, empty));
+    if (c.bias != nullptr) rows |= static_cast<uint32_t>(rows_of_least<T>(c, at, all, x.reach, empty));
     return rows;
   }
   uint32_t rows_not_finite(const panel<T>& x) const {

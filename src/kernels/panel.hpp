@@ -34,16 +34,19 @@ template <class T>
 struct panel {
   int64_t row, count;  // rows [row, row + count)
   int vectors;
-  bool packed;      // q is there
-  bool started;     // out holds something
-  bool awaited;     // where its results go has been asked for
-  key_range clip;   // keys that any row may attend, as far as positions go
-  key_range whole;  // those that every row may attend
-  T* q;             // [head_dim][width]
-  T* out;           // [v_dim][width]
-  T* row_max;       // [width]
-  T* row_sum;       // [width]: of the weights as values are multiplied with them
-  T* row_total;     // [width]: before they were rounded for that; the same where they are not
+  bool packed;         // q is there
+  bool started;        // out holds something
+  bool awaited;        // where its results go has been asked for
+  key_range reach;     // keys that any row may attend, as far as positions go
+  key_range whole;     // those that every row may attend, as far as positions and openings of the mask go
+  key_range clip;      // those of `reach` that openings leave to any row
+  key_range unbiased;  // keys of which openings say that the bias leaves them as they are
+  bool closes;         // openings say that the bias closes keys
+  T* q;                // [head_dim][width]
+  T* out;              // [v_dim][width]
+  T* row_max;          // [width]
+  T* row_sum;          // [width]: of the weights as values are multiplied with them
+  T* row_total;        // [width]: before they were rounded for that; the same where they are not
   MH_INLINE int64_t width() const { return vectors * lanes<T>; }
 };
 
@@ -144,10 +147,32 @@ __attribute__((noinline)) void pack_q(const kernel_call& c, int64_t batch, int64
   }
 }
 
+// What openings leave to a panel that has been placed. Scores that are kept are of all keys.
+template <class T>
+__attribute__((noinline)) void open_panel(const kernel_call& c, int64_t batch, panel<T>& p) {
+  const auto clip_to = [&](const opening& of) {
+    if (keeps_scores(c)) return;
+    p.clip.begin = max_of(p.clip.begin, min_of(of.any_begin, c.kv_len - c.extra_keys));  // not behind extra keys
+    if (c.extra_keys == 0) p.clip.end = min_of(p.clip.end, of.any_end);
+  };
+  if (c.mask_open.words != nullptr) {
+    const opening of = opening_of_rows(c, c.mask_open, batch, p.row, p.count);
+    p.whole = {max_of(p.whole.begin, of.all_begin), min_of(p.whole.end, of.all_end)};
+    clip_to(of);
+  }
+  if (c.bias_open.words != nullptr) {
+    const opening of = opening_of_rows(c, c.bias_open, batch, p.row, p.count);
+    p.closes = of.closes;
+    if (!of.closes) return;
+    if (!of.adds) p.unbiased = {of.all_begin, of.all_end};
+    clip_to(of);
+  }
+}
+
 // Sets what the panel at `row` covers.
 template <class T>
-MH_INLINE void place_panel(const kernel_call& c, const positions& at, int64_t row, int64_t end, int vectors,
-                           panel<T>& p) {
+MH_INLINE void place_panel(const kernel_call& c, const positions& at, int64_t batch, int64_t row, int64_t end,
+                           int vectors, panel<T>& p) {
   p.row = row;
   p.vectors = vectors;
   p.count = min_of(p.width(), end - row);
@@ -156,8 +181,11 @@ MH_INLINE void place_panel(const kernel_call& c, const positions& at, int64_t ro
   p.awaited = false;
   const key_range first = range_of(c, at, row / c.group);
   const key_range last = range_of(c, at, (row + p.count - 1) / c.group);
-  p.clip = {first.begin, c.extra_keys > 0 ? c.kv_len : last.end};
+  p.clip = p.reach = {first.begin, c.extra_keys > 0 ? c.kv_len : last.end};
   p.whole = {last.begin, first.end};
+  p.unbiased = {0, 0};
+  p.closes = false;
+  if (c.mask_open.words != nullptr || c.bias_open.words != nullptr) open_panel(c, batch, p);
 }
 
 // Nothing attended yet.
@@ -234,6 +262,20 @@ MH_INLINE void ask_for_terms(lines_ahead& ahead, const kernel_call& c, const voi
   }
 }
 
+// The same of the mask, and of the bias; closes: whether it may. Not where openings are looked up instead.
+template <class T>
+MH_INLINE void ask_for_mask(lines_ahead& ahead, const kernel_call& c, int64_t batch, int64_t kv_head, const panel<T>& x,
+                            int64_t begin, int64_t end) {
+  const void* const base = c.mask_open.words != nullptr ? nullptr : c.mask;
+  ask_for_terms<T>(ahead, c, base, c.mask_strides, 1, batch, kv_head, x, begin, end);
+}
+template <class T>
+MH_INLINE void ask_for_bias(lines_ahead& ahead, const kernel_call& c, bool closes, int64_t batch, int64_t kv_head,
+                            const panel<T>& x, int64_t begin, int64_t end) {
+  const void* const base = closes && c.bias_open.words != nullptr ? nullptr : c.bias;
+  ask_for_terms<T>(ahead, c, base, c.bias_strides, bias_bytes(c), batch, kv_head, x, begin, end);
+}
+
 // What a panel sees of a tile.
 template <class T>
 struct panel_view {
@@ -269,10 +311,12 @@ MH_INLINE panel_view<T> see_panel(const kernel_call& c, const positions& at, con
                                   const tile_scratch<T>& scratch) {
   panel_view<T> view{visibility::all, c.bias != nullptr, scratch.words, {}};
   for (int v = 0; v < p.vectors; ++v) view.seen[v] = {0, t.keys()};
-  const bool bias_alone =
-      c.mask == nullptr && c.key_mask == nullptr && t.begin >= p.whole.begin && t.end <= p.whole.end;
-  const bool looks_here = looks && bias_may_close<T>(c, t);
-  if (bias_alone && !looks_here) return view;
+  const auto lies_in = [&](const key_range& keys) { return t.begin >= keys.begin && t.end <= keys.end; };
+  const bool mask_hides = (c.mask != nullptr && c.mask_open.words == nullptr) || c.key_mask != nullptr;
+  const bool bias_alone = !mask_hides && lies_in(p.whole);
+  const bool looks_here = looks && (c.bias_open.words != nullptr ? p.closes : bias_may_close<T>(c, t));
+  if (bias_alone && looks_here && lies_in(p.unbiased)) view.adds_bias = false;
+  if (bias_alone && !(looks_here && view.adds_bias)) return view;
   const tile_view of = view_tile<T>(c, at, t, p.width(), looks_here, scratch.words);
   view.see = of.see;
   view.adds_bias = of.adds_bias;
@@ -535,7 +579,7 @@ MH_INLINE uint64_t far_rows_of(const kernel_call& c, const panel<T>& x) {
 template <class T>
 MH_INLINE tile_at all_of(const kernel_call& c, const positions& at, const kernel_task& task, int64_t kv_head,
                          const panel<T>& x) {
-  tile_at t{task.batch, kv_head, x.row, x.count, x.clip.begin, x.clip.end};
+  tile_at t{task.batch, kv_head, x.row, x.count, x.reach.begin, x.reach.end};
   if (c.chunks > 1) {
     t.begin = max_of(t.begin, chunk_begin(c, at, task.chunk));
     t.end = min_of(t.end, chunk_begin(c, at, task.chunk + 1));

@@ -82,7 +82,7 @@ struct scores_task {
     const bool all = c.scores_stage != MH_SCORES_BIASED;
     const int64_t borders[] = {all ? c.kv_len : at.used, all ? c.kv_len : c.kv_len - c.extra_keys, c.kv_len};
     for (int64_t row = task.row_begin; row < task.row_end; row += p.count) {
-      place_panel(c, at, row, task.row_end, panel_vectors<T>(task.row_end - row), p);
+      place_panel(c, at, task.batch, row, task.row_end, panel_vectors<T>(task.row_end - row), p);
       pack_q<D>(c, task.batch, task.kv_head_begin, p);
       int64_t begin = 0;
       for (int i = 0; i < 3; ++i) {
