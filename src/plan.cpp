@@ -10,6 +10,7 @@
 #include "keeping.hpp"
 #include "layout.hpp"
 #include "machine.hpp"
+#include "openings.hpp"
 #include "reading.hpp"
 #include "route.hpp"
 #include "schedule.hpp"
@@ -50,34 +51,6 @@ void choose_blocks(plan& plan, int64_t l2_bytes) {
   plan.row_blocks = blocks(whole_rows, plan.block_q);
 }
 
-// Openings of a mask with such strides, or none. What heads share is looked at once for all of them, where these have so many keys
-// for each of its rows that they pay for it, and openings take no more memory than Q, K, V and results: a mask may be strides alone.
-// Not for a decode step, which has few rows to read a mask for.
-constexpr int64_t keys_for_mask = 1024, keys_for_bias = 384;
-openings openings_of(const plan& plan, const int64_t* strides, int64_t least_keys) {
-  const problem& p = plan.p;
-  const bool shared = p.heads > 1 && strides[1] == 0 && p.q_len > 1 && strides[2] != 0;
-  const bool pays = p.kv_len - p.extra_keys > 32 && p.kv_len >= blocks(least_keys, p.heads);
-  if (plan.kernel == route_decode || !shared || !pays) return {};
-  openings open{};
-  open.query_words = blocks(p.kv_len, 32) + 1;
-  const int64_t words = bytes_of(p.q_len, open.query_words);
-  const auto product = [](int64_t a, int64_t b) { return static_cast<double>(a) * static_cast<double>(b); };
-  const double rows = product(p.q_len, p.heads) + product(p.kv_len, p.kv_heads);
-  const double arrays = rows * product(dtype_size(p.dtype), p.head_dim + p.v_dim);
-  if (static_cast<double>(words) * sizeof(uint32_t) > arrays) return {};
-  if (strides[0] == 0) return open;
-  open.batch_words = words;
-  open.batch_blocks = blocks(p.q_len, opening_queries);
-  return open;
-}
-int64_t openings_bytes(const problem& p, const openings& open) {
-  if (open.query_words == 0) return 0;
-  const int64_t words = bytes_of(p.q_len, bytes_of(open.query_words, sizeof(uint32_t)));
-  const int64_t of_blocks = bytes_of(blocks(p.q_len, opening_queries), sizeof(opening));
-  return bytes_of(open.batch_words == 0 ? 1 : p.batch, words + of_blocks) + 64;
-}
-
 // p: the plan's problem, or as joined.
 kernel_call make_call(const plan& plan, const problem& p) {
   kernel_call c{};
@@ -104,8 +77,6 @@ kernel_call make_call(const plan& plan, const problem& p) {
   std::copy_n(p.mean_weights_strides, 3, c.mean_weights_strides);
   std::copy_n(p.scores_strides, 4, c.scores_strides);
   c.alibi_batch_stride = p.alibi_batch_stride;
-  if (p.has_input(MH_INPUT_MASK)) c.mask_open = openings_of(plan, p.mask_strides, keys_for_mask);
-  if (p.has_input(MH_INPUT_BIAS)) c.bias_open = openings_of(plan, p.bias_strides, keys_for_bias);
   const bool natural =
       p.softcap > 0 || p.has_input(MH_INPUT_ALIBI) || p.has_input(MH_INPUT_BIAS) || p.has_output(MH_OUTPUT_SCORES);
   c.q_scale = natural ? p.scale : p.scale * log2e;
@@ -169,10 +140,9 @@ void choose_memory(plan& plan) {
     const int64_t of_head = bytes_of(plan.weighed_blocks, bytes_of(p.kv_len, real));
     plan.column_bytes = round_up(bytes_of(p.batch * p.heads, of_head), 64);
   }
-  plan.mask_open_bytes = round_up(openings_bytes(p, plan.call.mask_open), 64);
-  plan.bias_open_bytes = round_up(openings_bytes(p, plan.call.bias_open), 64);
-  plan.shared_bytes = plan.partial_out_bytes + plan.partial_state_bytes + plan.kept_bytes + plan.column_bytes +
-                      plan.mask_open_bytes + plan.bias_open_bytes;
+  plan.openings_bytes = choose_openings(plan);
+  plan.shared_bytes =
+      plan.partial_out_bytes + plan.partial_state_bytes + plan.kept_bytes + plan.column_bytes + plan.openings_bytes;
 }
 
 }  // namespace

@@ -60,7 +60,7 @@ struct plan : reading {
   int64_t partial_out_bytes, partial_state_bytes;  // split-KV
   int64_t kept_bytes;                              // scores of all rows
   int64_t column_bytes;                            // column sums of each row block
-  int64_t mask_open_bytes, bias_open_bytes;        // what masks that heads share leave open
+  int64_t openings_bytes;                          // what masks leave open (openings.hpp)
 
   double expected_us;  // how long one thread takes at most
   kernel_call call;    // what kernels are told of it; pointers are NULL

@@ -11,6 +11,7 @@
 #include "deal.hpp"
 #include "fp_state.hpp"
 #include "kernels/positions.hpp"
+#include "openings.hpp"
 #include "pool.hpp"
 #include "profile.hpp"
 #include "route.hpp"
@@ -289,15 +290,17 @@ struct job {
   }
 };
 
-// Masks and biases that heads share, for all of them. About 16000 pairs an item.
-void look_at_masks(const job& j, int64_t threads, const mh_exec& exec, const watched_call& watched) {
+// Masks that heads share, for all of them. About 16000 pairs an item.
+__attribute__((noinline)) void look_at_masks(const job& j, int64_t threads, const mh_exec& exec,
+                                             const watched_call& watched) {
   const kernel_call& c = j.c;
   const auto look_at = [&](const openings& open, task_fn look) {
     if (open.words == nullptr) return;
-    const int64_t queries = opening_queries * std::clamp<int64_t>(16384 / (opening_queries * c.kv_len), 1, 8);
-    const row_blocks of{blocks(c.q_len, queries), queries, c.q_len};
-    const int64_t items = open.batch_words == 0 ? of.count : c.batch * of.count;
-    for_each(items, threads, exec, watched, phase_mask, [&](const turn& now) {
+    const int64_t entries = open.batch_blocks == 0 ? 1 : c.batch, all = c.q_len;
+    const int64_t some = opening_queries * std::clamp<int64_t>(16384 / (opening_queries * c.kv_len), 1, 8);
+    const row_blocks of = open.query_words == 0 ? row_blocks{1, all, all} : row_blocks{blocks(all, some), some, all};
+    const int64_t workers = open.query_words == 0 ? 1 : threads;
+    for_each(entries * of.count, workers, exec, watched, phase_mask, [&](const turn& now) {
       kernel_task t{};
       t.batch = now.index / of.count;
       of.put(now.index % of.count, t);
@@ -306,6 +309,7 @@ void look_at_masks(const job& j, int64_t threads, const mh_exec& exec, const wat
   };
   look_at(c.mask_open, j.kernels.open_mask);
   look_at(c.bias_open, j.kernels.open_bias);
+  look_at(c.key_mask_open, j.kernels.open_key_mask);
 }
 
 void first_pass(const job& j, int64_t threads, const mh_exec& exec, const watched_call& watched) {
@@ -412,18 +416,10 @@ void run(const plan& plan, const mh_tensors& tensors, const mh_exec& exec, const
   c.partial_out = some(plan.partial_out_bytes);
   c.partial_states = reinterpret_cast<double*>(some(plan.partial_state_bytes));
   c.column_partials = some(plan.column_bytes);
-  const auto place = [&](openings& open, int64_t bytes) {
-    if (bytes == 0) return;
-    const int64_t batches = open.batch_words == 0 ? 1 : c.batch,
-                  all_blocks = blocks(c.q_len, opening_queries) * batches;
-    open.blocks = reinterpret_cast<opening*>(memory.take(bytes));
-    open.words = reinterpret_cast<uint32_t*>(open.blocks + all_blocks);
-  };
-  place(c.mask_open, plan.mask_open_bytes);
-  place(c.bias_open, plan.bias_open_bytes);
+  if (plan.openings_bytes > 0) place_openings(c, memory.take(plan.openings_bytes));
   j.slots = memory.take(0);
   if (plan.last_rows > 0) last = last_call(plan, c);
-  look_at_masks(j, threads, exec, watched);
+  if (plan.openings_bytes > 0) look_at_masks(j, threads, exec, watched);
   first_pass(j, threads, exec, watched);
   if (plan.chunks > 1) merge_chunks(plan, c, threads, exec, watched);
   if (has_second_pass(plan.p)) later_passes(j, tensors.column_sums, threads, exec, watched);

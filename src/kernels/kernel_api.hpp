@@ -36,11 +36,13 @@ struct opening {
 };
 // A mask that heads share, or a bias that is one, looked at once for all of them before the tasks (openings.hpp). Of each batch
 // entry and query a row of words: a bit for each key, and one word more, as tiles begin anywhere. And what so many queries share.
+// Of masks that queries share, too, one row and one block for all of them.
 inline constexpr int64_t opening_queries = 8;
 struct openings {
   uint32_t* words;  // NULL: each task looks for itself
   opening* blocks;
-  int64_t batch_words, query_words, batch_blocks;  // strides
+  int64_t row_words;                               // of a row; 0: there are none
+  int64_t batch_words, query_words, batch_blocks;  // strides, 0 where entries or queries share
 };
 
 // What all tasks of one call share. Strides in elements; dimension order as in manyhead.h. Heads of several batch entries
@@ -82,7 +84,7 @@ struct alignas(64) kernel_call : reading {  // copied for each call, by whole li
   const void* alibi_slopes;  // real
   const void* sinks;         // real
   int64_t mask_strides[4], bias_strides[4], key_mask_strides[2], alibi_batch_stride;
-  openings mask_open, bias_open;
+  openings mask_open, bias_open, key_mask_open;
 
   void* lse;  // real or NULL, in lse_base
   int64_t lse_strides[3];
@@ -241,12 +243,12 @@ enum how_unit_steps : int32_t { no_unit_steps, steps_of_tiles, steps_of_pairs };
 inline constexpr int32_t dtype_count = MH_DTYPE_F16 + 1;  // of mh_dtype, whose last one it is
 
 struct dtype_kernels {
-  task_fn attention[route_count];  // route_matrix: NULL where there is no matrix unit for the type
-  task_fn weights;                 // second pass: weights, their means and column sums from kept scores
-  task_fn scores;                  // of one kv head, with scratch of the tile route
-  task_fn open_mask, open_bias;    // fill rows of queries [row_begin, row_end) of kernel_call::mask_open, bias_open
-  merge_fn merge;                  // states and result of this dtype
-  merge_fn merge_real;             // states in real, result of this dtype: joins split-KV partials
+  task_fn attention[route_count];               // route_matrix: NULL where there is no matrix unit for the type
+  task_fn weights;                              // second pass: weights, their means and column sums from kept scores
+  task_fn scores;                               // of one kv head, with scratch of the tile route
+  task_fn open_mask, open_bias, open_key_mask;  // fill queries [row_begin, row_end) of kernel_call::mask_open and so on
+  merge_fn merge;                               // states and result of this dtype
+  merge_fn merge_real;                          // states in real, result of this dtype: joins split-KV partials
   int64_t (*scratch_bytes[route_count])(const kernel_call&, int64_t block_q);  // of a route's tasks
   arithmetic_fn arithmetic;
   int64_t flops_of_turn;  // of `arithmetic`

@@ -45,6 +45,7 @@ constexpr dtype_kernels kernels_of() {
   k.weights = attention_weights<Real>;
   k.scores = attention_scores<D>;
   k.open_mask = open_mask;
+  k.open_key_mask = open_key_mask;
   k.open_bias = open_bias<typename D::real>;
   k.merge = merge_rows<D, D>;
   k.merge_real = merge_rows<Real, D>;

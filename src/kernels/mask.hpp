@@ -155,6 +155,7 @@ __attribute__((noinline)) opening opening_of_rows(const kernel_call& c, const op
                                                   int64_t row, int64_t count) {
   opening of = opening_of_none(c);
   const opening* const blocks = open.blocks + batch * open.batch_blocks;
+  if (open.query_words == 0) return *blocks;
   const int64_t last = (row + count - 1) / c.group / opening_queries;
   for (int64_t i = row / c.group / opening_queries; i <= last; ++i) of = joined(of, blocks[i]);
   return of;

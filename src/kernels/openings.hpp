@@ -38,6 +38,10 @@ MH_INLINE void see_bits(const uint32_t* words, const key_range& keys, opening& o
   of.all_end = of.any_end;
 }
 
+MH_INLINE int64_t rows_to_look_at(const openings& open, const kernel_task& t) {
+  return open.query_words == 0 ? 1 : t.row_end - t.row_begin;
+}
+
 // look_at(query, first, words, keys, of): fills the words of a query for keys from `first` on, most_tile_keys of them at most, and
 // says what a bias is like. Words of keys that no query may attend stay as they are. A task's queries are whole blocks, but for the
 // last.
@@ -46,8 +50,9 @@ MH_INLINE void open_rows(const kernel_call& c, const openings& open, const kerne
   const key_range keys = keys_of_queries(c, open, t);
   const int64_t begin = round_down<word_keys>(keys.begin), masked = c.kv_len - c.extra_keys;
   const int64_t words = (c.kv_len + word_keys - 1) / word_keys;
+  const int64_t end = t.row_begin + rows_to_look_at(open, t);
   opening block = opening_of_none(c);
-  for (int64_t query = t.row_begin; query < t.row_end; ++query) {
+  for (int64_t query = t.row_begin; query < end; ++query) {
     uint32_t* const row = row_of_openings(open, t.batch, query);
     for (int64_t i = masked / word_keys; c.extra_keys > 0 && i < words; ++i) row[i] = ~0U;
     opening of{c.kv_len, 0, c.kv_len, 0, false, false};
@@ -55,18 +60,17 @@ MH_INLINE void open_rows(const kernel_call& c, const openings& open, const kerne
       look_at(query, first, row + first / word_keys, min_of(most_tile_keys, keys.end - first), of);
     see_bits(row, keys, of);
     block = joined(block, of);
-    if ((query + 1) % opening_queries != 0 && query + 1 < t.row_end) continue;
+    if ((query + 1) % opening_queries != 0 && query + 1 < end) continue;
     open.blocks[t.batch * open.batch_blocks + query / opening_queries] = block;
     block = opening_of_none(c);
   }
 }
 
-[[maybe_unused]] void open_mask(const kernel_call* call, const kernel_task* task) {
-  const kernel_call& c = *call;
-  const uint8_t* const mask = c.mask + task->batch * c.mask_strides[0];
-  const int64_t stride = c.mask_strides[3];
+// A mask of bytes, of a batch entry.
+MH_INLINE void open_bytes(const kernel_call& c, const openings& open, const kernel_task& t, const uint8_t* mask,
+                          int64_t query_stride, int64_t stride) {
   const auto look_at = [&](int64_t query, int64_t first, uint32_t* words, int64_t keys, opening&) MH_INLINE_LAMBDA {
-    const uint8_t* const row = mask + query * c.mask_strides[2] + first * stride;
+    const uint8_t* const row = mask + query * query_stride + first * stride;
     const int64_t whole = stride == 1 ? keys / word_keys : 0;
     for (int64_t i = 0; i < whole; ++i) words[i] = nonzero_bytes(row + i * word_keys, 1, word_keys);
     for (int64_t k = whole * word_keys; k < keys; k += word_keys) {
@@ -74,7 +78,15 @@ MH_INLINE void open_rows(const kernel_call& c, const openings& open, const kerne
       words[k / word_keys] = nonzero_bytes(row + k * stride, stride, n) | ~bit_range(0, n);
     }
   };
-  open_rows(c, c.mask_open, *task, look_at);
+  open_rows(c, open, t, look_at);
+}
+
+[[maybe_unused]] void open_mask(const kernel_call* c, const kernel_task* t) {
+  open_bytes(*c, c->mask_open, *t, c->mask + t->batch * c->mask_strides[0], c->mask_strides[2], c->mask_strides[3]);
+}
+
+[[maybe_unused]] void open_key_mask(const kernel_call* c, const kernel_task* t) {
+  open_bytes(*c, c->key_mask_open, *t, c->key_mask + t->batch * c->key_mask_strides[0], 0, c->key_mask_strides[1]);
 }
 
 template <class T>
@@ -84,11 +96,11 @@ void open_bias(const kernel_call* call, const kernel_task* task) {
   const int64_t size = bias_bytes(c), queries = task->row_end - task->row_begin;
   const tile_at all{task->batch, 0, task->row_begin * c.group, queries * c.group, 0, c.kv_len};
   if (!corners_may_close<T>(c, all)) {  // rows that are not looked at hide what they hide by being added
+    const int64_t rows = rows_to_look_at(open, *task);
     memset(row_of_openings(open, task->batch, task->row_begin), 0xff,
-           static_cast<size_t>(queries * open.query_words) * sizeof(uint32_t));
-    opening* const blocks = open.blocks + task->batch * open.batch_blocks;
-    for (int64_t i = task->row_begin / opening_queries; i * opening_queries < task->row_end; ++i)
-      blocks[i] = {0, c.kv_len, c.kv_len, 0, false, true};
+           static_cast<size_t>(rows * open.row_words) * sizeof(uint32_t));
+    opening* const block = open.blocks + task->batch * open.batch_blocks + task->row_begin / opening_queries;
+    for (int64_t i = 0; i * opening_queries < rows; ++i) block[i] = {0, c.kv_len, c.kv_len, 0, false, true};
     return;
   }
   const char* const bias = static_cast<const char*>(c.bias) + task->batch * c.bias_strides[0] * size;

@@ -38,7 +38,7 @@ struct panel {
   bool started;        // out holds something
   bool awaited;        // where its results go has been asked for
   key_range reach;     // keys that any row may attend, as far as positions go
-  key_range whole;     // those that every row may attend, as far as positions and openings of the mask go
+  key_range whole;     // those that every row may attend, as far as positions and openings of masks go
   key_range clip;      // those of `reach` that openings leave to any row
   key_range unbiased;  // keys of which openings say that the bias leaves them as they are
   bool closes;         // openings say that the bias closes keys
@@ -155,8 +155,9 @@ __attribute__((noinline)) void open_panel(const kernel_call& c, int64_t batch, p
     p.clip.begin = max_of(p.clip.begin, min_of(of.any_begin, c.kv_len - c.extra_keys));  // not behind extra keys
     if (c.extra_keys == 0) p.clip.end = min_of(p.clip.end, of.any_end);
   };
-  if (c.mask_open.words != nullptr) {
-    const opening of = opening_of_rows(c, c.mask_open, batch, p.row, p.count);
+  for (const openings* const open : {&c.mask_open, &c.key_mask_open}) {
+    if (open->words == nullptr) continue;
+    const opening of = opening_of_rows(c, *open, batch, p.row, p.count);
     p.whole = {max_of(p.whole.begin, of.all_begin), min_of(p.whole.end, of.all_end)};
     clip_to(of);
   }
@@ -185,7 +186,8 @@ MH_INLINE void place_panel(const kernel_call& c, const positions& at, int64_t ba
   p.whole = {last.begin, first.end};
   p.unbiased = {0, 0};
   p.closes = false;
-  if (c.mask_open.words != nullptr || c.bias_open.words != nullptr) open_panel(c, batch, p);
+  if (c.mask_open.words != nullptr || c.key_mask_open.words != nullptr || c.bias_open.words != nullptr)
+    open_panel(c, batch, p);
 }
 
 // Nothing attended yet.
@@ -312,7 +314,8 @@ MH_INLINE panel_view<T> see_panel(const kernel_call& c, const positions& at, con
   panel_view<T> view{visibility::all, c.bias != nullptr, scratch.words, {}};
   for (int v = 0; v < p.vectors; ++v) view.seen[v] = {0, t.keys()};
   const auto lies_in = [&](const key_range& keys) { return t.begin >= keys.begin && t.end <= keys.end; };
-  const bool mask_hides = (c.mask != nullptr && c.mask_open.words == nullptr) || c.key_mask != nullptr;
+  const bool mask_hides = (c.mask != nullptr && c.mask_open.words == nullptr) ||
+                          (c.key_mask != nullptr && c.key_mask_open.words == nullptr);
   const bool bias_alone = !mask_hides && lies_in(p.whole);
   const bool looks_here = looks && (c.bias_open.words != nullptr ? p.closes : bias_may_close<T>(c, t));
   if (bias_alone && looks_here && lies_in(p.unbiased)) view.adds_bias = false;
