@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "attended.hpp"
+#include "blocks.hpp"
 #include "core_test.hpp"
 #include "error.hpp"
 #include "json.hpp"
@@ -143,6 +144,40 @@ TEST_CASE("scores are kept in bounded memory, and tasks of means take whole quer
           CHECK((a.weighed_blocks - 1) * a.weighed_rows < a.call.rows - a.last_rows);
         }
       }
+    }
+  }
+}
+
+TEST_CASE("masks that heads share are looked at once where that pays, in bounded memory") {
+  // Bytes of openings of such a problem whose mask and bias are shared along the dimensions named.
+  const auto bytes = [](const kernel_table& table, const std::string& text, const std::string& shared) {
+    problem p = problem_of(text);
+    for (const char dim : shared) {
+      const size_t i = std::string("bhqk").find(dim);
+      p.mask_strides[i] = p.bias_strides[i] = 0;
+    }
+    const plan a = make_plan(p, table, l2);
+    CHECK(a.shared_bytes >= a.openings_bytes);
+    return a.openings_bytes;
+  };
+  for (const kernel_table* table : tables()) {
+    for (const char* dtype : {"f32", "bf16", "f64"}) {
+      const auto of = [&](const std::string& text, const char* shared) { return bytes(*table, dtype + text, shared); };
+      constexpr int64_t words = 4 + 1, block = sizeof(opening);  // of a row of 128 keys
+      CHECK(of(" b2 h8 q128 kv128 d64 mask", "") == 0);
+      CHECK(of(" b2 h8 q128 kv128 d64 mask", "b") == 0);
+      CHECK(of(" b2 h8 q128 kv128 d64 mask", "h") == 2 * (128 * words * 4 + 16 * block));
+      CHECK(of(" b2 h8 q128 kv128 d64 mask", "bh") == 128 * words * 4 + 16 * block);
+      CHECK(of(" b2 h8 q128 kv128 d64 mask", "hq") == round_up(2 * (words * 4 + block), 64));
+      CHECK(of(" b2 h8 q128 kv128 d64 keymask", "") == round_up(2 * (words * 4 + block), 64));
+      CHECK(of(" b2 h8 q128 kv128 d64 mask bias keymask", "hq") == 3 * round_up(2 * (words * 4 + block), 64));
+      CHECK(of(" b2 h4 q128 kv128 d64 mask", "h") == 0);  // too few keys for each row
+      CHECK(of(" b2 h4 q128 kv128 d64 bias", "h") > 0);
+      CHECK(of(" b2 h2 q64 kv64 d64 bias", "h") == 0);
+      CHECK(of(" b2 h12 q128 kv32 d64 bias", "h") == 0);
+      CHECK(of(" b2 h8 q1 kv4096 d64 bias", "hq") == 0);                  // a step
+      CHECK(of(" b1 h4/1 q300000 kv300000 d16 bias", "bhqk") < 1 << 20);  // strides alone
+      CHECK(of(" b1 h4/1 q300000 kv300000 d16 bias", "bh") == 0);
     }
   }
 }
