@@ -1,7 +1,6 @@
 // See openings.hpp.
 #include "openings.hpp"
 
-#include <algorithm>
 #include <initializer_list>
 
 #include "blocks.hpp"
@@ -15,7 +14,6 @@ namespace {
 constexpr int64_t keys_for_mask = 1024, keys_for_bias = 384;
 
 int64_t rows_of(const kernel_call& c, const openings& open) { return open.query_words == 0 ? 1 : c.q_len; }
-int64_t entries_of(const kernel_call& c, const openings& open) { return open.batch_blocks == 0 ? 1 : c.batch; }
 int64_t block_bytes(const kernel_call& c, const openings& open) {
   const int64_t of_entry = blocks(rows_of(c, open), opening_queries);
   return bytes_of(entries_of(c, open), bytes_of(of_entry, sizeof(opening)));
@@ -31,10 +29,10 @@ int64_t bytes_of_openings(const kernel_call& c, const openings& open) {
 // Of an array with such strides, or none. They take no more memory than Q, K, V and results: a mask may be strides alone.
 openings openings_of(const problem& p, const int64_t* strides, int64_t least_keys) {
   const bool queries_share = p.q_len == 1 || strides[2] == 0;
-  const bool shared = p.heads > 1 && strides[1] == 0 && p.kv_len - p.extra_keys > 32;
+  const bool shared = p.heads > 1 && strides[1] == 0 && p.kv_len - p.extra_keys > word_keys;
   if (!shared || (!queries_share && p.kv_len < blocks(least_keys, p.heads))) return {};
   openings open{};
-  open.row_words = blocks(p.kv_len, 32) + 1;
+  open.row_words = blocks(p.kv_len, word_keys) + 1;
   const int64_t rows = queries_share ? 1 : p.q_len, words = bytes_of(rows, open.row_words);
   const auto product = [](int64_t a, int64_t b) { return static_cast<double>(a) * static_cast<double>(b); };
   const double vectors = product(p.q_len, p.heads) + product(p.kv_len, p.kv_heads);
@@ -48,6 +46,8 @@ openings openings_of(const problem& p, const int64_t* strides, int64_t least_key
 }
 
 }  // namespace
+
+int64_t entries_of(const kernel_call& c, const openings& open) { return open.batch_blocks == 0 ? 1 : c.batch; }
 
 int64_t choose_openings(plan& plan) {
   const problem& p = plan.p;

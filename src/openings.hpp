@@ -6,6 +6,9 @@
 
 namespace manyhead {
 
+// Of how many batch entries there are rows.
+int64_t entries_of(const kernel_call& c, const openings& open);
+
 // Sets which are, in plan.call, where the route is chosen. Returns how many bytes they take.
 int64_t choose_openings(plan& plan);
 

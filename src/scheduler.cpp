@@ -296,11 +296,11 @@ __attribute__((noinline)) void look_at_masks(const job& j, int64_t threads, cons
   const kernel_call& c = j.c;
   const auto look_at = [&](const openings& open, task_fn look) {
     if (open.words == nullptr) return;
-    const int64_t entries = open.batch_blocks == 0 ? 1 : c.batch, all = c.q_len;
+    const int64_t all = c.q_len;
     const int64_t some = opening_queries * std::clamp<int64_t>(16384 / (opening_queries * c.kv_len), 1, 8);
     const row_blocks of = open.query_words == 0 ? row_blocks{1, all, all} : row_blocks{blocks(all, some), some, all};
     const int64_t workers = open.query_words == 0 ? 1 : threads;
-    for_each(entries * of.count, workers, exec, watched, phase_mask, [&](const turn& now) {
+    for_each(entries_of(c, open) * of.count, workers, exec, watched, phase_mask, [&](const turn& now) {
       kernel_task t{};
       t.batch = now.index / of.count;
       of.put(now.index % of.count, t);

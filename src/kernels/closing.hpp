@@ -101,17 +101,10 @@ __attribute__((noinline)) bool open_of_bias(const kernel_call& c, const tile_at&
   const char* const first =
       static_cast<const char*>(c.bias) +
       size * (t.batch * c.bias_strides[0] + t.kv_head * c.group * c.bias_strides[1] + t.begin * c.bias_strides[3]);
-  row_walk<const char> of_row(c, t.row, first, size * c.bias_strides[1], size * c.bias_strides[2]);
-  const char* last = nullptr;
-  for (int64_t l = 0; l < width; ++l) {
-    if (of_row.at == last) {  // many lanes may share it
-      for (int64_t i = 0; i < n; ++i) words[i * width + l] = words[i * width + l - 1];
-    } else {
-      last = of_row.at;
-      close_by_row(whole_biases(c, last, keys, copy), keys, closed_to, words + l, width, adds);
-    }
-    if (l + 1 < t.count) of_row.step(c);
-  }
+  const row_walk<const char> rows(c, t.row, first, size * c.bias_strides[1], size * c.bias_strides[2]);
+  for_each_row<T>(c, t, width, rows, n, width, words, [&](const char* row, bits<T>* of_lane) MH_INLINE_LAMBDA {
+    close_by_row(whole_biases(c, row, keys, copy), keys, closed_to, of_lane, width, adds);
+  });
   return adds.any();
 }
 

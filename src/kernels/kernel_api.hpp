@@ -34,6 +34,7 @@ struct opening {
   bool closes;  // it is a bias that hides whole words of keys from some query, or does nothing else than to hide some
   bool adds;    // it is a bias that does something else
 };
+inline constexpr int64_t word_keys = 32;  // keys of a word of bits
 // A mask that heads share, or a bias that is one, looked at once for all of them before the tasks (openings.hpp). Of each batch
 // entry and query a row of words: a bit for each key, and one word more, as tiles begin anywhere. And what so many queries share.
 // Of masks that queries share, too, one row and one block for all of them.

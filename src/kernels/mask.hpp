@@ -10,8 +10,6 @@
 namespace manyhead::MH_ISA {
 namespace {
 
-inline constexpr int64_t word_keys = 32;  // keys of one visibility word
-
 // Row r of a kv head's rows: the query and the query head's place in its group. Stepping saves two divisions a row.
 struct row_of {
   int64_t query, member;
@@ -121,27 +119,36 @@ MH_INLINE uint32_t* row_of_openings(const openings& open, int64_t batch, int64_t
   return open.words + batch * open.batch_words + query * open.query_words;
 }
 
+// fill(row, words + lane) for the rows of a tile, which set n words each, words[word * pitch + lane]; many lanes may share a row.
+template <class T, class X, class Fill>
+MH_INLINE void for_each_row(const kernel_call& c, const tile_at& t, int64_t width, row_walk<const X> row, int64_t n,
+                            int64_t pitch, bits<T>* words, Fill fill) {
+  const X* last = nullptr;
+  for (int64_t l = 0; l < width; ++l) {
+    if (row.at == last) {
+      for (int64_t i = 0; i < n; ++i) words[i * pitch + l] = words[i * pitch + l - 1];
+    } else {
+      last = row.at;
+      fill(last, words + l);
+    }
+    if (l + 1 < t.count) row.step(c);
+  }
+}
+
 // Looks up n words of each row of a tile, words[word * pitch + lane] as see_tile has them. The bits behind the last key are anything.
 template <class T>
 __attribute__((noinline)) void look_up_openings(const kernel_call& c, const openings& open, const tile_at& t,
                                                 int64_t width, int64_t n, int64_t pitch, bits<T>* words) {
   const int64_t shift = t.begin % word_keys;
-  row_walk<const uint32_t> of_row(c, t.row, row_of_openings(open, t.batch, 0) + t.begin / word_keys, 0,
-                                  open.query_words);
-  const uint32_t* last = nullptr;
-  for (int64_t l = 0; l < width; ++l) {
-    if (of_row.at == last) {  // many lanes may share it
-      for (int64_t i = 0; i < n; ++i) words[i * pitch + l] = words[i * pitch + l - 1];
-    } else {
-      last = of_row.at;
-      for (int64_t i = 0; i < n; ++i) {
-        uint64_t two;
-        memcpy(&two, last + i, sizeof two);
-        words[i * pitch + l] = static_cast<uint32_t>(two >> shift);
-      }
-    }
-    if (l + 1 < t.count) of_row.step(c);
-  }
+  const uint32_t* const first = row_of_openings(open, t.batch, 0) + t.begin / word_keys;
+  for_each_row<T>(c, t, width, row_walk<const uint32_t>(c, t.row, first, 0, open.query_words), n, pitch, words,
+                  [=](const uint32_t* row, bits<T>* of_lane) MH_INLINE_LAMBDA {
+                    for (int64_t i = 0; i < n; ++i) {
+                      uint64_t two;
+                      memcpy(&two, row + i, sizeof two);
+                      of_lane[i * pitch] = static_cast<uint32_t>(two >> shift);
+                    }
+                  });
 }
 
 // What openings say of no queries, and of those of two.
@@ -204,23 +211,17 @@ __attribute__((noinline)) visibility see_tile(const kernel_call& c, const positi
     look_up_openings<T>(c, c.mask_open, t, width, n, most_lanes, open[0]);
   } else if (rows_differ) {
     const int64_t stride = c.mask_strides[3], whole = stride == 1 ? masked / word_keys : 0;
-    row_walk<const uint8_t> of_row(c, t.row, mask, to_member, to_query);
-    const uint8_t* last = nullptr;
-    for (int64_t l = 0; l < width; ++l) {
-      if (of_row.at == last) {  // many lanes may share it
-        for (int64_t i = 0; i < n; ++i) open[i][l] = open[i][l - 1];
-      } else {
-        last = of_row.at;
-        for (int64_t i = 0; i < whole; ++i) open[i][l] = nonzero_bytes(last + i * word_keys, 1, word_keys);
-        for (int64_t i = whole; i < n; ++i) {
-          const int64_t first = i * word_keys;
-          open[i][l] = extra[i];
-          if (first < masked)
-            open[i][l] |= nonzero_bytes(last + first * stride, stride, min_of(word_keys, masked - first));
-        }
-      }
-      if (l + 1 < t.count) of_row.step(c);
-    }
+    for_each_row<T>(c, t, width, row_walk<const uint8_t>(c, t.row, mask, to_member, to_query), n, most_lanes, open[0],
+                    [&](const uint8_t* row, bits<T>* of_lane) MH_INLINE_LAMBDA {
+                      for (int64_t i = 0; i < whole; ++i)
+                        of_lane[i * most_lanes] = nonzero_bytes(row + i * word_keys, 1, word_keys);
+                      for (int64_t i = whole; i < n; ++i) {
+                        const int64_t first = i * word_keys;
+                        bits<T>& word = of_lane[i * most_lanes] = extra[i];
+                        if (first < masked)
+                          word |= nonzero_bytes(row + first * stride, stride, min_of(word_keys, masked - first));
+                      }
+                    });
   }
 
   // Positions: ranges are those of the first query, moved by as many keys as a row's query lies behind it.
