@@ -63,18 +63,22 @@ MH_INLINE void split_power(vec<T> (&x)[N], vec<T> (&power)[N]) {
     power[i] = xsimd::bitwise_cast<T>(xsimd::bitwise_cast<bits<T>>(power[i]) << (sizeof(T) == 4 ? 23 : 52));
 }
 
-// The polynomial with the first `Terms` terms of `Of`, times 2^Shift.
-template <const auto& Of, int Terms, int Shift = 0, class T, int N>
-MH_INLINE void series_of(const xsimd::batch<T, MH_ARCH> (&x)[N], xsimd::batch<T, MH_ARCH> (&p)[N]) {
-  using B = vec<T>;
-  constexpr T up = static_cast<T>(int64_t{1} << Shift);
+// The polynomial of the terms term(0) ... term(Terms - 1), from the highest down.
+template <int Terms, class B, int N, class Term>
+MH_INLINE void polynomial(const B (&x)[N], B (&p)[N], const Term& term) {
 #pragma GCC unroll 16
-  for (int i = 0; i < N; ++i) p[i] = xsimd::fma(B(Of[0] * up), x[i], B(Of[1] * up));
+  for (int i = 0; i < N; ++i) p[i] = xsimd::fma(term(0), x[i], term(1));
 #pragma GCC unroll 16
   for (int t = 2; t < Terms; ++t) {
 #pragma GCC unroll 16
-    for (int i = 0; i < N; ++i) p[i] = xsimd::fma(p[i], x[i], B(Of[t] * up));
+    for (int i = 0; i < N; ++i) p[i] = xsimd::fma(p[i], x[i], term(t));
   }
+}
+// With the first `Terms` terms of `Of`, times 2^Shift.
+template <const auto& Of, int Terms, int Shift = 0, class T, int N>
+MH_INLINE void series_of(const xsimd::batch<T, MH_ARCH> (&x)[N], xsimd::batch<T, MH_ARCH> (&p)[N]) {
+  constexpr T up = static_cast<T>(int64_t{1} << Shift);
+  polynomial<Terms>(x, p, [](int t) MH_INLINE_LAMBDA { return vec<T>(Of[t] * up); });
 }
 
 #if defined(__AVX512DQ__)
@@ -151,8 +155,8 @@ inline constexpr int exp2_vectors = 1;  // compiles in half the time
 inline constexpr int exp2_vectors = 2;
 #endif
 
-// a / b where b is from 1 to 2^100 and a is not larger. Dividing 16 floats takes 16 cycles; a reciprocal of 14 bits with a
-// Newton step takes 4, and its error, 2^-28, is lost in the rounding of the product.
+// a / b where b is from 2^-100 to 2^100. Dividing 16 floats takes 16 cycles; a reciprocal of 14 bits with a Newton step
+// takes 4, and its error, 2^-28, is lost in the rounding of the product.
 template <class T>
 MH_INLINE vec<T> quotient(vec<T> a, vec<T> b) {
 #if defined(__AVX512F__)
@@ -164,35 +168,51 @@ MH_INLINE vec<T> quotient(vec<T> a, vec<T> b) {
   return a / b;
 }
 
-// tanh(x) = x P(x^2) / Q(x^2) in f32 for |x| <= 8.6, from where on it is 1: relative error 2.8e-8, from our own fit (Lawson's
-// iteration), in float arithmetic 3.2e-7, 3.6e-7 without FMA; next to 1 it may be 2 units in the last place above. P and Q from
-// the highest term down. 16 instructions, where exponentials take 19.
-inline constexpr float tanh_limit = 8.6F;
-inline constexpr float tanh_upper[] = {1.408238148314922e-8F, 2.112231231876649e-5F, 3.526397282257676e-3F,
-                                       1.3406871259212494e-1F, 1.0F};
-inline constexpr float tanh_lower[] = {8.070599051279714e-7F, 3.336263180244714e-4F, 2.599388360977173e-2F,
-                                       4.67401921749115e-1F, 1.0F};
-template <int N>
-MH_INLINE void tanh_by_quotient(vec<float> (&x)[N]) {
+// tanh(x) = x P(x^2) / Q(x^2) in f32 for |x| <= limit, from where on it is 1, from our own fit (Lawson's iteration); P and Q from the
+// highest term down. Fine: relative error 2.8e-8, in float arithmetic 3.3e-7, 4.3e-7 without FMA; next to 1 it may be 2 units in
+// the last place above. Rough: 1.1e-6, in float arithmetic 1.4e-6.
+template <bool Rough>
+struct tanh_quotient {
+  static constexpr float limit = 8.6F;
+  static constexpr float upper[] = {1.408238148314922e-8F, 2.112231231876649e-5F, 3.526397282257676e-3F,
+                                    1.3406871259212494e-1F, 1.0F};
+  static constexpr float lower[] = {8.070599051279714e-7F, 3.336263180244714e-4F, 2.599388360977173e-2F,
+                                    4.67401921749115e-1F, 1.0F};
+};
+template <>
+struct tanh_quotient<true> {
+  static constexpr float limit = 7.0F;
+  static constexpr float upper[] = {4.02317119e-6F, 2.29969644e-3F, 1.23301312e-1F, 1.0F};
+  static constexpr float lower[] = {1.44658348e-4F, 2.11840495e-2F, 4.56629395e-1F, 1.0F};
+};
+
+// cap tanh(x). The terms of P are multiplied with the cap beforehand, and those of both with 2^-9: x P is below the cap then.
+// 16 instructions, rough 14, where exponentials take 20.
+template <bool Rough, int N>
+MH_INLINE void tanh_by_quotient(vec<float> (&x)[N], float cap) {
+  using of = tanh_quotient<Rough>;
+  constexpr float small = 0x1p-9F;
+  constexpr int terms = static_cast<int>(sizeof(of::upper) / sizeof(float));
+  static_assert(sizeof(of::upper) == sizeof(of::lower));
+  const vec<float> limit(of::limit);
   vec<float> square[N], p[N], q[N];
 #pragma GCC unroll 16
-  for (int i = 0; i < N; ++i)
-    x[i] = at_most<float>(vec<float>(tanh_limit), at_least<float>(vec<float>(-tanh_limit), x[i]));
+  for (int i = 0; i < N; ++i) x[i] = at_most<float>(limit, at_least<float>(-limit, x[i]));
 #pragma GCC unroll 16
   for (int i = 0; i < N; ++i) square[i] = x[i] * x[i];
-  series_of<tanh_upper, 5>(square, p);
-  series_of<tanh_lower, 5>(square, q);
+  polynomial<terms>(square, p, [=](int t) MH_INLINE_LAMBDA { return vec<float>(of::upper[t] * small * cap); });
+  polynomial<terms>(square, q, [](int t) MH_INLINE_LAMBDA { return vec<float>(of::lower[t] * small); });
 #pragma GCC unroll 16
   for (int i = 0; i < N; ++i) x[i] = quotient<float>(x[i] * p[i], q[i]);
 }
 
-// Of x / tanh_units. In f64 (e - 1) / (e + 1), e = 2^x = 2^n (1 + f P(f)), P the polynomial of exp2 without its 1: e - 1 is
-// 2^n f P(f) + (2^n - 1), which keeps its relative precision near 0, where n is 0.
+// cap tanh(x / tanh_units). In f64 (e - 1) / (e + 1), e = 2^x = 2^n (1 + f P(f)), P the polynomial of exp2 without its 1: e - 1 is
+// 2^n f P(f) + (2^n - 1), which keeps its relative precision near 0, where n is 0. Rough: as tanh_quotient, in f32.
 template <class T>
 inline constexpr double tanh_units = sizeof(T) == 4 ? 1.0 : 2.8853900817779268147;  // 2 log2 e
-template <class T, int N>
-MH_INLINE void tanh_of(vec<T> (&x)[N]) {
-  if constexpr (sizeof(T) == 4) return tanh_by_quotient(x);
+template <class T, bool Rough, int N>
+MH_INLINE void tanh_of(vec<T> (&x)[N], T cap) {
+  if constexpr (sizeof(T) == 4) return tanh_by_quotient<Rough>(x, cap);
   vec<T> power[N], p[N];
 #pragma GCC unroll 16
   for (int i = 0; i < N; ++i) x[i] = at_most<T>(vec<T>(T(90)), at_least<T>(vec<T>(T(-90)), x[i]));  // gives 1 there
@@ -201,7 +221,7 @@ MH_INLINE void tanh_of(vec<T> (&x)[N]) {
 #pragma GCC unroll 16
   for (int i = 0; i < N; ++i) x[i] = xsimd::fma(x[i] * p[i], power[i], power[i] - vec<T>(T(1)));
 #pragma GCC unroll 16
-  for (int i = 0; i < N; ++i) x[i] = quotient<T>(x[i], x[i] + vec<T>(T(2)));
+  for (int i = 0; i < N; ++i) x[i] = vec<T>(cap) * quotient<T>(x[i], x[i] + vec<T>(T(2)));
 }
 
 // log2 of doubles that are normal, infinite or NaN, and positive, within 5 ulp: of x = 2^n m, sqrt(1/2) <= m < sqrt(2), it is n, plus

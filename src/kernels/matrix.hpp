@@ -130,7 +130,7 @@ struct matrix_task {
   // become 0 when it is rounded.
   static constexpr bool rounds(bool fast) { return values::weight_parts(fast) == 1; }
 
-  // Exponentials beside that: of 9e-8, or 3e-6 for weights of bf16, which are rounded by 2e-3.
+  // Exponentials beside that: of 9e-8, or 3e-6 for weights of bf16, which are rounded by 2e-3. Softcaps likewise (change).
   template <bool Fast>
   static constexpr int degree = Fast            ? fast_exp2_degree<T>
                                 : rounds(false) ? 4
@@ -333,7 +333,7 @@ struct matrix_task {
     if (__builtin_expect(operands.leaves_out, 0)) {
       change_closing(t, view, s);
     } else {
-      change_scores<T, NV, false>(c, row_changes, t, view, s, scratch.tile_max, c.q_scale);
+      change_scores<T, NV, false, rounds(false)>(c, row_changes, t, view, s, scratch.tile_max, c.q_scale);
     }
     if (keeps_scores(c)) keep_panel<T>(c, task, t, s, width);
     if (operands.leaves_out) find_left_rows(j, first, t.keys(), s);
@@ -345,7 +345,7 @@ struct matrix_task {
 
   // With biases that close scores that are NaN, too.
   __attribute__((noinline)) void change_closing(const tile_at& t, const panel_view<T>& view, T* s) {
-    change_scores<T, NV, true>(c, row_changes, t, view, s, scratch.tile_max, c.q_scale);
+    change_scores<T, NV, true, rounds(false)>(c, row_changes, t, view, s, scratch.tile_max, c.q_scale);
   }
 
   // Rows that attend a key of the block from `first` on that was left out: that mask and bias have not closed.

@@ -332,8 +332,8 @@ MH_INLINE panel_view<T> see_panel(const kernel_call& c, const positions& at, con
 }
 
 // Everything that changes scores `s` of the keys of t, and their column maxima, which raise tile_max. The scores are still
-// to be multiplied with `scale`, which the first pass does. Closes: bias_pass_transposed.
-template <class T, int NV, bool Closes>
+// to be multiplied with `scale`, which the first pass does. Closes: bias_pass_transposed. Rough: softcap_pass.
+template <class T, int NV, bool Closes, bool Rough = false>
 MH_INLINE void change_scores(const kernel_call& c, const row_terms<T>& rows, const tile_at& t,
                              const panel_view<T>& view, T* s, T* tile_max, double scale = 1) {
   constexpr int64_t w = lanes<T>;
@@ -345,7 +345,7 @@ MH_INLINE void change_scores(const kernel_call& c, const row_terms<T>& rows, con
   };
   // Scores that no row sees do not count.
   T* const column_max = view.see == visibility::some ? nullptr : tile_max;
-  if (c.softcap > 0) softcap_pass<T>(c, s, t.keys() * width, once());
+  if (c.softcap > 0) softcap_pass<T, Rough>(c, s, t.keys() * width, once());
   if (c.alibi_slopes != nullptr)
     alibi_pass_transposed<T>(c, rows, t, width, s, once(), !view.adds_bias ? column_max : nullptr);
   if (view.adds_bias) bias_pass_transposed<T, Closes>(c, rows, t, width, s, once(), column_max);

@@ -36,19 +36,19 @@ MH_INLINE vec<T> top_of(vec<T> top, int64_t n, const X& x) {
 // Passes may be given scores that are still to be multiplied with `scale`: the first one of a tile. Passes
 // of ALiBi and bias raise column_max to the largest score of each lane, if given: the tile is in hand anyway.
 
-// Any layout: n contiguous scores, n a multiple of the lanes.
-template <class T>
+// Any layout: n contiguous scores, n a multiple of the lanes. Rough: tanh_of.
+template <class T, bool Rough = false>
 __attribute__((noinline)) void softcap_pass(const kernel_call& c, T* s, int64_t n, double scale = 1) {
   constexpr int64_t w = lanes<T>;
-  const vec<T> cap(static_cast<T>(c.softcap));
+  const T cap = static_cast<T>(c.softcap);
   const vec<T> inverse(static_cast<T>(scale / c.softcap * tanh_units<T>));
   const auto some = [&]<int N>(T* p) MH_INLINE_LAMBDA {
     vec<T> x[N];
 #pragma GCC unroll 16
     for (int i = 0; i < N; ++i) x[i] = load(p + i * w) * inverse;
-    tanh_of<T, N>(x);
+    tanh_of<T, Rough>(x, cap);
 #pragma GCC unroll 16
-    for (int i = 0; i < N; ++i) store<T>(p + i * w, cap * x[i]);
+    for (int i = 0; i < N; ++i) store<T>(p + i * w, x[i]);
   };
   constexpr int at_once = exp2_vectors;
   int64_t i = 0;
