@@ -195,11 +195,21 @@ void check_products(uint16_t (*narrow)(float)) {
       }
       for (const unit_a& way : ways) {
         for (const bool add : {false, true}) {
-          aligned<float> c(rows * stride, 5.0F);
+          // Some columns' maxima are below all results before, some above.
+          const bool finds = unit_finds_tops && !add && terms.products() == 1;
+          const auto before = [](int64_t column) { return column % 5 == 0 ? 1e5F : -1e5F; };
+          aligned<float> c(rows * stride, 5.0F), top(rows);
+          for (int64_t column = 0; column < rows; ++column) top[column] = before(column);
           const matrix_unit unit;
           unit.template product<Format>(way, {columns.get(), part / 2, unit_block}, terms, size, c.get(), stride, add,
-                                        [] {});
+                                        [] {}, finds ? top.get() : nullptr);
           bool same = true;
+          for (int64_t column = 0; column < rows; ++column) {
+            float largest = before(column);
+            for (int64_t m = 0; finds && m < size.rows; ++m)
+              largest = std::max(largest, want[static_cast<size_t>(m * rows + column)]);
+            same = same && top[column] == largest;
+          }
           for (int64_t m = 0; m < rows; ++m) {
             if (m >= size.rows && m < round_up<unit_grain.rows>(size.rows)) continue;  // may be anything
             for (int64_t column = 0; column < stride; ++column) {

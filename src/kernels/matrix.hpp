@@ -255,7 +255,7 @@ struct matrix_task {
   // masks and biases say of the next panel.
   template <int Turn, class Weigher>
   MH_INLINE void multiply(const unit_a& a, const unit_b& b, const unit_terms& terms, const unit_extent& size, T* to,
-                          bool add, Weigher& panel) {
+                          bool add, Weigher& panel, float* top = nullptr) {
     lines_ahead& from = soon.empty() ? ahead : soon;
     line_walk next = from.walk;
     next.turn();
@@ -270,7 +270,7 @@ struct matrix_task {
         for (int64_t i = 0; i < more && !next.done(); ++i) next.step();
       }
     };
-    unit.product<typename values::format>(a, b, terms, size, to, width, add, meanwhile);
+    unit.product<typename values::format>(a, b, terms, size, to, width, add, meanwhile, top);
     from.walk = next;
   }
 
@@ -284,17 +284,23 @@ struct matrix_task {
     lap(task.clock, phase_softmax);
   }
 
+  // Whether scores are weighed as the unit leaves them, which has found their maxima then (1.01 to 1.03 times as fast).
+  MH_INLINE bool stay(const job& j) const {
+    return unit_finds_tops && c.q_scale == 1 && j.view.see == visibility::all && !has_score_passes(c, j.view.adds_bias);
+  }
+
   // A block of keys is changed while the unit works on the next one: what it left is in L1, and it does not pause for
   // long. Beside changing all keys at once: plain 1.0 to 1.02, passes f32 1.04 to 1.1, bf16 1.06 to 1.2.
   template <bool Fast, int Turn>
   MH_INLINE void multiply_scores(const job& j, job& meanwhile) {
     weigher<Fast> panel(*this, meanwhile);
+    float* const top = stay(j) ? scratch.tile_max : nullptr;
     const unit_b q_at{reinterpret_cast<const uint32_t*>(j.x->q), operands.dim_steps * unit_block, unit_block};
     for (int64_t key = 0; key < j.keys; key += unit_rows) {
       unit_a k_at = operands.keys;
       k_at.base += (j.first + key) * k_at.row;
       const unit_extent size{min_of(j.t.keys() - key, unit_rows), operands.score_sums()};
-      multiply<Turn>(k_at, q_at, number::scores(Fast), size, j.scores + key * width, false, panel);
+      multiply<Turn>(k_at, q_at, number::scores(Fast), size, j.scores + key * width, false, panel, top);
       lap(task.clock, phase_scores);
       if (key > 0) change(j, key - unit_rows);
     }
@@ -332,7 +338,7 @@ struct matrix_task {
     view.words += first / word_keys * width;
     if (__builtin_expect(operands.leaves_out, 0)) {
       change_closing(t, view, s);
-    } else {
+    } else if (!stay(j)) {
       change_scores<T, NV, false, rounds(false)>(c, row_changes, t, view, s, scratch.tile_max, c.q_scale);
     }
     if (keeps_scores(c)) keep_panel<T>(c, task, t, s, width);

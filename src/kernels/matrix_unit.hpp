@@ -113,9 +113,11 @@ MH_INLINE void put_weights(uint32_t* b, int64_t column, int64_t k, const word_ve
 inline constexpr bool unit_takes_memory = true;  // rows of A anywhere, the values of a step side by side
 #if MH_UNIT_COLUMNS
 inline constexpr bool unit_takes_columns = true;  // and pairs anywhere, rows side by side: V need not be transposed
+inline constexpr bool unit_finds_tops = true;     // the largest results of each column, which it holds in registers
 inline constexpr unit_extent unit_grain = {1, 2};
 #else
 inline constexpr bool unit_takes_columns = false;
+inline constexpr bool unit_finds_tops = false;
 inline constexpr unit_extent unit_grain = {unit_rows, unit_step};
 #endif
 #if defined(__AVX512BF16__)
@@ -218,7 +220,7 @@ class matrix_unit {
   // from L2, then leave those of B in L1.
   template <class Format, bool Layer = false, class Meanwhile>
   MH_INLINE void product(const unit_a& a, const unit_b& b, const unit_terms& terms, const unit_extent& size, float* c,
-                         int64_t c_stride, bool add, Meanwhile meanwhile) const {
+                         int64_t c_stride, bool add, Meanwhile meanwhile, float* = nullptr) const {
     const int64_t steps = steps_of(size.sums);
     const auto stride = static_cast<int>(c_stride * 4);
     const int64_t row = a.row * 2;
@@ -287,10 +289,11 @@ class matrix_unit {
   static constexpr int turn_lines = 24;  // a turn of heads of 64 takes 400 cycles
 
   // c (rows x 32, c_stride apart) = A B, or += where `add`. meanwhile() is called between stretches of rows. Layer: B, which
-  // comes from far away, is asked for by the first stretch.
+  // comes from far away, is asked for by the first stretch. top[32], of a product of one part that is not added: raised
+  // to the largest results of each column, if given.
   template <class Format, bool Layer = false, class Meanwhile>
   MH_INLINE void product(const unit_a& a, const unit_b& b, const unit_terms& terms, const unit_extent& size, float* c,
-                         int64_t c_stride, bool add, Meanwhile meanwhile) const {
+                         int64_t c_stride, bool add, Meanwhile meanwhile, float* top = nullptr) const {
     for (int i = 0; i < terms.a_parts; ++i) {
       for (int j = 0; j < terms.b_parts[i]; ++j) {
         stretch at{reinterpret_cast<const char*>(a.base + i * a.part),
@@ -299,12 +302,14 @@ class matrix_unit {
                    reinterpret_cast<const char*>(b.base + j * b.part),
                    (size.sums + 1) / 2,
                    c,
-                   c_stride};
-        const rows_fn* of_rows = rows_of<Layer>[add][at.pairs >= 2];
+                   c_stride,
+                   top};
+        const result kind = add ? result::added : top != nullptr ? result::set_with_tops : result::set;
+        const rows_fn* of_rows = rows_of<Layer>[static_cast<int>(kind)][at.pairs >= 2];
         for (int64_t left = size.rows; left > 0; meanwhile()) {
           const int64_t count = at_once(left);
           of_rows[count](at);
-          of_rows = rows_of<false>[add][at.pairs >= 2];
+          of_rows = rows_of<false>[static_cast<int>(kind)][at.pairs >= 2];
           at.a += count * at.row;
           at.c += count * c_stride;
           left -= count;
@@ -315,6 +320,8 @@ class matrix_unit {
   }
 
  private:
+  enum class result { set, set_with_tops, added };
+
   // Rows, of one part of each operand; distances of A in bytes.
   struct stretch {
     const char* a;
@@ -323,6 +330,7 @@ class matrix_unit {
     int64_t pairs;
     float* c;
     int64_t c_row;
+    float* top;
   };
 
   // Of so many that are left: shared out, as few rows wait for their sums.
@@ -335,7 +343,7 @@ class matrix_unit {
   // Not in line: the caller holds vectors too. Few arguments: what g++ 12 has no registers for it moves to others of vectors
   // and back, in the queue of the multiply-adds.
   // Asks: for B, `weights_ahead` on.
-  template <int M, bool Add, int Last, bool Asks>
+  template <int M, result Kind, int Last, bool Asks>
   static __attribute__((noinline)) void rows(const stretch& of) {
     const char *a = of.a, *b = of.b;
     const int64_t row = of.row, pair = of.pair;
@@ -373,15 +381,24 @@ class matrix_unit {
       left[k] = of_b(2 * k);
       right[k] = of_b(2 * k + 1);
     }
+    constexpr bool adds = Kind == result::added;
+    __m512 top[2] = {};
+#pragma GCC unroll 2
+    for (int v = 0; Kind == result::set_with_tops && v < 2; ++v) top[v] = _mm512_load_ps(of.top + 16 * v);
 #pragma GCC unroll 12
     for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 2
       for (int k = 0; k < Last; ++k) times(m, k * pair, left[k], right[k]);
-      put(c, sum[m][0], Add);
-      put(c + 16, sum[m][1], Add);
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; ++v) {
+        put(c + 16 * v, sum[m][v], adds);
+        top[v] = larger<float>(top[v], sum[m][v]);
+      }
       c += of.c_row;
       asm volatile("" : "+r"(c)::"memory");  // else the compiler brings stores together, and takes all addresses before
     }
+#pragma GCC unroll 2
+    for (int v = 0; Kind == result::set_with_tops && v < 2; ++v) _mm512_store_ps(of.top + 16 * v, top[v]);
   }
   static MH_INLINE void put(float* c, __m512 x, bool add) {
     _mm512_store_ps(c, add ? _mm512_add_ps(_mm512_load_ps(c), x) : x);
@@ -389,23 +406,25 @@ class matrix_unit {
 
   static constexpr int most_rows = 12;
   using rows_fn = void (*)(const stretch&);
-  template <bool Add, int Last, bool Asks>
+  template <result Kind, int Last, bool Asks>
   static constexpr rows_fn up_to_most[most_rows + 1] = {nullptr,
-                                                        rows<1, Add, 0, false>,
-                                                        rows<2, Add, 0, false>,
-                                                        rows<3, Add, 0, Asks>,
-                                                        rows<4, Add, Last, Asks>,
-                                                        rows<5, Add, Last, Asks>,
-                                                        rows<6, Add, Last, Asks>,
-                                                        rows<7, Add, Last, Asks>,
-                                                        rows<8, Add, Last, Asks>,
-                                                        rows<9, Add, Last, Asks>,
-                                                        rows<10, Add, Last, Asks>,
-                                                        rows<11, Add, Last, Asks>,
-                                                        rows<12, Add, Last, Asks>};
+                                                        rows<1, Kind, 0, false>,
+                                                        rows<2, Kind, 0, false>,
+                                                        rows<3, Kind, 0, Asks>,
+                                                        rows<4, Kind, Last, Asks>,
+                                                        rows<5, Kind, Last, Asks>,
+                                                        rows<6, Kind, Last, Asks>,
+                                                        rows<7, Kind, Last, Asks>,
+                                                        rows<8, Kind, Last, Asks>,
+                                                        rows<9, Kind, Last, Asks>,
+                                                        rows<10, Kind, Last, Asks>,
+                                                        rows<11, Kind, Last, Asks>,
+                                                        rows<12, Kind, Last, Asks>};
   template <bool Asks>
-  static constexpr const rows_fn* rows_of[2][2] = {{up_to_most<false, 0, Asks>, up_to_most<false, 2, Asks>},
-                                                   {up_to_most<true, 0, Asks>, up_to_most<true, 2, Asks>}};
+  static constexpr const rows_fn* rows_of[3][2] = {
+      {up_to_most<result::set, 0, Asks>, up_to_most<result::set, 2, Asks>},
+      {up_to_most<result::set_with_tops, 0, Asks>, up_to_most<result::set_with_tops, 2, Asks>},
+      {up_to_most<result::added, 0, Asks>, up_to_most<result::added, 2, Asks>}};
 };
 
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
@@ -417,7 +436,7 @@ class matrix_unit {
   // c (rows x 32, c_stride apart) = A B, or += where `add`.
   template <class Format, bool Layer = false, class Meanwhile>
   MH_INLINE void product(const unit_a& a, const unit_b& b, const unit_terms& terms, const unit_extent& size, float* c,
-                         int64_t c_stride, bool add, Meanwhile) const {
+                         int64_t c_stride, bool add, Meanwhile, float* = nullptr) const {
     const int64_t steps = steps_of(size.sums);
     for (int64_t m = 0; m < size.rows; m += 8) {
       for (int64_t n = 0; n < unit_rows; n += 8) {
@@ -472,7 +491,7 @@ class matrix_unit {
 
   template <class Format, bool Layer = false, class Meanwhile>
   void product(const unit_a& a, const unit_b& b, const unit_terms& terms, const unit_extent& size, float* c,
-               int64_t c_stride, bool add, Meanwhile meanwhile) const {
+               int64_t c_stride, bool add, Meanwhile meanwhile, float* top = nullptr) const {
     for (int64_t m = 0; m < size.rows; ++m) {
       for (int64_t n = 0; n < unit_rows; ++n) {
         double sum = add ? static_cast<double>(c[m * c_stride + n]) : 0.0;
@@ -487,7 +506,8 @@ class matrix_unit {
             }
           }
         }
-        c[m * c_stride + n] = static_cast<float>(sum);
+        const float x = c[m * c_stride + n] = static_cast<float>(sum);
+        if (top != nullptr && x > top[n]) top[n] = x;
         meanwhile();
       }
     }
