@@ -158,7 +158,7 @@ struct matrix_task {
     MH_INLINE bool is_done() const { return l == width; }
     MH_INLINE bool is_at_multiple_of(int64_t keys) const { return key % keys == 0; }
 
-    // The next keys. Sums are added one by one, so that they are the same however keys are cut.
+    // The next keys. Sums are added one by one, or pair by pair, so that they are the same however keys are cut.
     template <int Keys>
     MH_INLINE void weigh() {
       vec<T> x[Keys];
@@ -174,8 +174,6 @@ struct matrix_task {
       }
 #pragma GCC unroll 4
       for (int i = 0; i < Keys; i += unit_keys) put(key + i, x + i);
-#pragma GCC unroll 8
-      for (int i = 0; i < Keys; ++i) sum = sum + x[i];
       key += Keys;
       if (key < of.keys) return;
       add_to(of.x->row_sum, sum);
@@ -202,7 +200,7 @@ struct matrix_task {
       (vec<T>::load_aligned(row + l) + x).store_aligned(row + l);
       x = vec<T>(T(0));
     }
-    MH_INLINE void put(int64_t slot, vec<T>* x) const {
+    MH_INLINE void put(int64_t slot, const vec<T>* x) {
       constexpr int parts = values::weight_parts(Fast);
       word_vec split[parts][weight_pairs];
 #pragma GCC unroll 2
@@ -211,8 +209,9 @@ struct matrix_task {
         vec<T> even = x[2 * pair], odd = x[2 * pair + 1];
         split_floats<typename values::format>(even, odd, of_pair);
         if constexpr (rounds(Fast)) {
-          x[2 * pair] = even;
-          x[2 * pair + 1] = odd;
+          sum = values::format::plus_pair(sum, of_pair[0], even, odd);
+        } else {
+          sum = sum + x[2 * pair] + x[2 * pair + 1];
         }
 #pragma GCC unroll 3
         for (int n = 0; n < parts; ++n) split[n][pair] = of_pair[n];
