@@ -109,7 +109,8 @@ bool adds_rows(cpu_core core, const plan& plan) {
 // 1.35 times as fast on one thread as with own rows asked for in usual turns, 1.25 on two (0.94 to 1.86), AVX2 1.41 and 1.30;
 // in the order of memory alone 1.05 to 1.45, more than four rows 0.95 to 1.46. Of 16 bits and 2 KB in rows of all heads 8 keys
 // are best (with 16 0.85 to 1.0 times as fast, 4 0.95 to 1.0), of 512 bytes 32 (8 0.84), of f32 and 4 KB 4 (8 0.85, 2 1.0), of
-// 16 KB 2 (4 0.75); three and four rows 8 (4 0.7 to 1.08). From L3 these were 0.65 to 1.1, and turns of 64 keys, where they
+// 16 KB 2 (4 0.75); three and four rows 8 (4 0.7 to 1.08), but four of f32 and up to 4 KB 4 with AVX-512 (8 heads of 128 and 12 of
+// 64 1.09 to 1.21, 16 of 64 0.99 to 1.06; of 5 and 8 KB 0.93 to 1.05, AVX2 0.81 to 0.93): two turns, Q and scores fill L1. From L3 these were 0.65 to 1.1, and turns of 64 keys, where they
 // bring no more than 256 KB, 1.04 on one thread and two (19 shapes, 0.95 to 1.25; of 512 KB 0.77 to 1.0).
 void set_turns(plan& plan, bool from_memory) {
   const problem& p = plan.p;
@@ -123,7 +124,8 @@ void set_turns(plan& plan, bool from_memory) {
     return;
   }
   if (rows > 2 && element > 4) return;  // 0.74 to 0.9
-  const int64_t least = rows > 2 ? 8 : bytes > 8192 ? 2 : 4;
+  const bool four_in_l1 = rows == 4 && element == 4 && bytes <= 4096 && plan.table->lanes >= 16;
+  const int64_t least = rows > 2 && !four_in_l1 ? 8 : bytes > 8192 ? 2 : 4;
   const auto fitting = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(16384 / bytes)));
   plan.v_turn = std::clamp(fitting, least, plan.v_turn);
   plan.k_turn = std::min(plan.k_turn, plan.v_turn);

@@ -201,8 +201,9 @@ void check_products(uint16_t (*narrow)(float)) {
           aligned<float> c(rows * stride, 5.0F), top(rows);
           for (int64_t column = 0; column < rows; ++column) top[column] = before(column);
           const matrix_unit unit;
-          unit.template product<Format>(way, {columns.get(), part / 2, unit_block}, terms, size, c.get(), stride, add,
-                                        [] {}, finds ? top.get() : nullptr);
+          unit.template product<Format>(
+              way, {columns.get(), part / 2, unit_block}, terms, size, c.get(), stride, add, [] {},
+              finds ? top.get() : nullptr);
           bool same = true;
           for (int64_t column = 0; column < rows; ++column) {
             float largest = before(column);

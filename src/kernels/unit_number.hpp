@@ -48,8 +48,8 @@ struct in_bf16 {
     odd = xsimd::bitwise_cast<float>(word & upper);
     return word;
   }
-  static MH_INLINE vec<float> plus_pair(vec<float> sum, [[maybe_unused]] word_vec word, [[maybe_unused]] vec<float> even,
-                                        [[maybe_unused]] vec<float> odd) {
+  static MH_INLINE vec<float> plus_pair(vec<float> sum, [[maybe_unused]] word_vec word,
+                                        [[maybe_unused]] vec<float> even, [[maybe_unused]] vec<float> odd) {
 #if defined(__AVX512BF16__)
     const word_vec ones(0x3f803f80U);
     return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(__m512i(word)), reinterpret_cast<__m512bh>(__m512i(ones)));
