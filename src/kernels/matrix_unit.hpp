@@ -72,6 +72,7 @@ inline constexpr int unit_parts = 1;
 inline constexpr unit_extent unit_grain = {8, unit_step};
 inline constexpr bool unit_takes_memory = false;
 inline constexpr bool unit_takes_columns = false;
+inline constexpr bool unit_finds_tops = false;
 // FMA does 4 rows at a time where the unit does 32 columns whatever their number: an estimate from the instructions of both
 // routes, head_dim 64, weights in two parts (24 rows: 870 a key and 1300; 16 rows: 870 and 900).
 template <int Parts>
