@@ -346,7 +346,7 @@ MH_API mh_status mh_plan_measure(const mh_plan* plan, const mh_tensors* tensors,
  * others). Some tasks are looked into and stand for the others; null where none was, or there was no room for some.
  *
  * Cost: memory is set aside at begin; calls take less than 1 % longer, none where no profile runs. For that, a call of
- * less than some milliseconds, but for the first 64 of a thread, is kept one time in "stands_for", by chance, and then
+ * less than half a millisecond or so, but for the first 64 of a thread, is kept one time in "stands_for", by chance, and then
  * stands for so many; "calls_skipped" counts the others. A thread's phases, in the summary, are of all its calls.
  *
  * The environment variable MH_PROFILE=<file> profiles the whole process, and writes the trace to the file when the process

@@ -127,7 +127,8 @@ def attention(
     Raises:
         ValueError: a shape, length, option or array is wrong; outputs have not been touched.
         TypeError: an argument is of a wrong type, or in another device's memory.
-        manyhead.Error: this build or machine cannot do it. manyhead.OutOfMemory, which is a MemoryError too: no memory.
+        manyhead.Error: this build or machine cannot do it.
+        MemoryError: no memory; as manyhead.OutOfMemory where the library asked for it, not NumPy for the results.
     """
     # Kept plans are found by what options are equal to: what is of a wrong type must not get there.
     if scale is not None and not isinstance(scale, (float, int)):

@@ -86,7 +86,7 @@ def load() -> tuple[ctypes.CDLL, str]:
             library = ctypes.CDLL(place)
             _abi.declare(library)
         except (OSError, AttributeError) as error:
-            failures.append(f"{place}: {error}")
+            failures.append(str(error) if str(error).startswith(place) else f"{place}: {error}")
             continue
         version = library.mh_version().decode()
         if compatible(version):
@@ -97,7 +97,7 @@ def load() -> tuple[ctypes.CDLL, str]:
     else:
         advice = (
             "Build it (meson setup build-release && meson compile -C build-release) and set MANYHEAD_LIBRARY to the "
-            "file, or install the package with pip."
+            "file, or install the package with pip. In the project's folder ./dev manyhead does all that is needed."
         )
     raise ImportError("\n  ".join(["manyhead's shared library was not found. Tried:", *failures]) + "\n" + advice)
 

@@ -80,6 +80,8 @@ def run(options: argparse.Namespace) -> int:
     from ..head_analysis.report import analyse, to_json
     from ..profiling import show
 
+    if options.demo and options.demo.endswith(".npz") and Path(options.demo).exists():
+        raise UserError(f"{options.demo} is a file: --demo takes a text, or give the file without --demo")
     check_folder(options.out)
     if options.json and options.json.exists():
         writable(options.json)

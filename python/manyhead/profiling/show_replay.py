@@ -37,7 +37,7 @@ def show_replay(console: Console, document: dict[str, Any]) -> None:
     if document["compared"]:
         console.print(
             "share: of the logged time. now: the median, back to back with warm caches, which calls in a program may "
-            "not find. ratio: logged median over that; above 1 is faster now."
+            "not find. ratio: logged median over that; above 1 is faster now. The total has all calls, first ones too."
         )
     if different := isas_differ(rows):
         console.print(different)
