@@ -8,9 +8,11 @@ from __future__ import annotations
 import ctypes
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from ctypes import byref, c_double, c_int64, c_size_t, c_void_p, sizeof
 from functools import partial
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -229,3 +231,13 @@ def clock_rate(seconds: float) -> float:
     rate = c_double()
     check(lib.mh_probe_clock(seconds, byref(rate)))
     return rate.value
+
+
+def waited() -> float:
+    """Seconds for which threads of this process could have run but had no CPU, all together so far; 0 where the system
+    does not say (Linux does)."""
+    nanoseconds = 0
+    for thread in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError):  # it has ended
+            nanoseconds += int(thread.read_text().split()[1])
+    return nanoseconds * 1e-9

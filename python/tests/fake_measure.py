@@ -46,6 +46,9 @@ class FakeMeasure:
     def clock_rate(self, seconds: float) -> float:
         return CLOCK
 
+    def waited(self) -> float:
+        return 0.0
+
 
 class FakeWorkload:
     def __init__(self, machine: FakeMeasure, line: str, isa: str, threads: int) -> None:

@@ -243,6 +243,16 @@ def test_what_limits(flops, moved, kept, threads, best, limit, share):
 # --- a whole profile --------------------------------------------------------------------------------------------------
 
 
+def test_threads_that_wait_for_a_cpu_are_noise():
+    class Busy(FakeMeasure):
+        def waited(self) -> float:
+            return time.monotonic() / 2
+
+    busy = Busy()
+    limits = profile(busy, make_rows(busy, ["b1 h8 q512 kv512 d64"], threads=[1]))["limits"]
+    assert limits["noise"] == limits["waited"] == pytest.approx(0.5, rel=0.1)
+
+
 def test_a_profile_on_a_known_machine():
     result = profile(FakeMeasure(), make_rows(FakeMeasure(), ["b1 h8 q512 kv512 d64"], threads=[1, 2]))
     assert result["complete"] is True

@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 import threading
+import time
+from pathlib import Path
 
 import manyhead
 import numpy as np
@@ -396,3 +400,20 @@ def test_probes_measure_something():
     assert _measure.arithmetic_rate(manyhead.isa(), "f32", 1, 1e-3) > 1e8
     assert _measure.read_rate(1 << 16, 2, 1e-3) > 1e7
     assert _measure.clock_rate(1e-3) > 1e7
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this system does not say")
+def test_threads_that_share_a_cpu_wait_for_it():
+    cpus, before, begin = os.sched_getaffinity(0), _measure.waited(), time.monotonic()
+    os.sched_setaffinity(0, {min(cpus)})
+    try:
+        child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        try:
+            while _measure.waited() - before < 0.05 and time.monotonic() - begin < 30:
+                pass
+        finally:
+            child.kill()
+            child.wait()
+    finally:
+        os.sched_setaffinity(0, cpus)
+    assert _measure.waited() - before >= 0.05

@@ -56,6 +56,7 @@ def fake(monkeypatch, tmp_path):
         "arithmetic_rate",
         "read_rate",
         "clock_rate",
+        "waited",
     ):
         monkeypatch.setattr(_measure, name, getattr(tools, name))
     return tools

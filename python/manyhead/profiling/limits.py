@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from itertools import product
 from statistics import median
@@ -154,7 +155,8 @@ class Limits:
 
 
 class Steadiness:
-    """The clock and a short loop of known work, looked at again and again: what changes is the machine."""
+    """The clock and a short loop of known work, looked at again and again: what changes is the machine. And for how
+    long threads had to wait for a CPU, which a short loop on fresh threads, whom schedulers favour, does not meet."""
 
     LOOKS = 10
     SECONDS = 1e-3
@@ -165,6 +167,7 @@ class Steadiness:
         self.threads = threads
         self.clocks: list[float] = []
         self.loops: list[list[float]] = []  # FLOP/s, slowest first
+        self.began = time.monotonic(), tools.waited()
 
     def look(self) -> None:
         looks = range(self.LOOKS)
@@ -174,11 +177,15 @@ class Steadiness:
         self.loops.append(sorted(rates))
 
     def document(self) -> dict[str, Any]:
-        """The noise is how much longer than in its best moment the loop takes at a usual one, nine times of ten."""
+        """The noise is how much longer than in its best moment the loop takes at a usual one, nine times of ten, or the
+        share of the time that threads waited for a CPU, if that is more."""
         clocks = self.clocks
         best = max(rates[-1] for rates in self.loops)
+        begin, before = self.began
+        waited = (self.tools.waited() - before) / (time.monotonic() - begin)
         return {
             "clock": {"first": clocks[0], "last": clocks[-1], "least": min(clocks), "most": max(clocks)},
-            "noise": median(best / rates[self.LOOKS // 10] - 1 for rates in self.loops),
+            "noise": max(waited, median(best / rates[self.LOOKS // 10] - 1 for rates in self.loops)),
+            "waited": waited,
             "drift": clocks[-1] / clocks[0] - 1,
         }

@@ -295,10 +295,11 @@ def show_notes(console: Console, document: dict[str, Any]) -> None:
     if not limits.get("clock"):
         return
     clock = limits["clock"]
+    waited = f"; threads waited for a CPU {limits['waited']:.0%} of the time" if limits.get("waited") else ""
     console.print(
         f"The clock was between {giga(clock['least'])} and {giga(clock['most'])} GHz "
         f"({limits['drift']:+.0%} from first to last). "
-        f"A short loop usually took up to {limits['noise']:.0%} longer than in its best moment. "
+        f"Work usually took up to {limits['noise']:.0%} longer than in its best moment{waited}. "
         f"{units.plural(len(rows), 'row')} in {units.duration(document['seconds'])}."
     )
     warn_of_noise(console, limits)
