@@ -34,7 +34,7 @@ from ._library import Immutable, check, lib
 from ._plan import as_arrays, gather, make_window, place, real_type, result_type, split_offset, spread
 from ._weights import SafeTensors, find
 
-_LAYOUTS = ("out_in", "in_out", "per_head")
+_LAYOUTS = {"out_in": "(outputs, inputs)", "in_out": "(inputs, outputs)", "per_head": "(heads, inputs, head_dim)"}
 _RESULT = result_type(("out", "weights"))
 
 
@@ -269,7 +269,8 @@ class MultiHeadAttention(Immutable):
             ("x_v", v, v.shape[1], k.shape[1]),
         ):
             if size != wanted:
-                raise ValueError(f"{name} has shape {x.shape}, x_q {q.shape}, x_k {k.shape}: {size} must be {wanted}")
+                others = f"x_q {q.shape}" if name == "x_k" else f"x_q {q.shape}, x_k {k.shape}"
+                raise ValueError(f"{name} has shape {x.shape}, {others}: {size} must be {wanted}")
         if k.shape[2] != self.k_embed_dim or v.shape[2] != self.v_embed_dim:
             raise ValueError(
                 f"x_k and x_v must end in {self.k_embed_dim} and {self.v_embed_dim}, not {k.shape[2]} and {v.shape[2]}"
@@ -394,7 +395,7 @@ class MultiHeadAttention(Immutable):
         """A projection as (heads, dim, in), a view."""
         array = self._real(x, name)
         if array.ndim != (3 if layout == "per_head" else 2):
-            raise ValueError(f"{name} has shape {array.shape}, which is not {layout!r}")
+            raise ValueError(f"{name} has shape {array.shape}, which is not {layout!r}: {_LAYOUTS[layout]}")
         if layout == "per_head":
             if array.shape[0] != heads:
                 raise ValueError(f"{name}.shape[0] is {array.shape[0]}, must be the number of heads = {heads}")

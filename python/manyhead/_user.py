@@ -6,6 +6,7 @@ import difflib
 import os
 import tempfile
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -99,6 +100,7 @@ def check_folder(folder: Path) -> None:
 
 def write_files(folder: Path, files: dict[str, bytes]) -> None:
     """All files or, where it is interrupted before the last one is complete, none."""
+    was_there = folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".unfinished-") as unfinished:
@@ -107,6 +109,9 @@ def write_files(folder: Path, files: dict[str, bytes]) -> None:
             for name in files:
                 (Path(unfinished) / name).replace(folder / name)
     except OSError as error:
+        if not was_there:
+            with suppress(OSError):
+                folder.rmdir()
         raise UserError(f"cannot write to {folder}: {error.strerror}") from error
 
 

@@ -71,6 +71,8 @@ class SafeTensors(Mapping[str, np.ndarray]):
 
     def __init__(self, path: str | Path) -> None:
         package = _need("safetensors")
+        if Path(path).is_dir():
+            raise IsADirectoryError(f"{path} is a folder, not a safetensors file")
         try:
             self._file = package.safe_open(path, "numpy")
         except package.SafetensorError as error:

@@ -39,7 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
         arguments.insert(0, DEFAULT)
     options, unknown = make_parser().parse_known_args(arguments)
     if unknown:  # the command's own usage, not that of all commands
-        options.refuse(f"unrecognized arguments: {' '.join(unknown)}")
+        hint = "; a problem's line goes in quotes" if options.command == "explain" else ""
+        options.refuse(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     options.arguments = arguments[1:]  # as they were given, for records of a run
     if sys.stdout is None:
         print(f"manyhead {options.command}: standard output is closed", file=sys.stderr)
