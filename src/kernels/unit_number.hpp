@@ -38,7 +38,9 @@ struct in_bf16 {
     alignas(64) static constexpr uint16_t pairs[] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                      8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
     const __m512bh even_then_odd = _mm512_cvtne2ps_pbh(odd, even);
-    const word_vec word = _mm512_permutexvar_epi16(_mm512_load_si512(pairs), reinterpret_cast<__m512i>(even_then_odd));
+    const uint16_t* at = pairs;
+    asm("" : "+r"(at));  // from memory: what weighs has no register left
+    const word_vec word = _mm512_permutexvar_epi16(_mm512_load_si512(at), reinterpret_cast<__m512i>(even_then_odd));
 #else
     const word_vec half(0x8000U);
     const word_vec e = xsimd::bitwise_cast<uint32_t>(even) + half, o = xsimd::bitwise_cast<uint32_t>(odd) + half;
@@ -51,8 +53,11 @@ struct in_bf16 {
   static MH_INLINE vec<float> plus_pair(vec<float> sum, [[maybe_unused]] word_vec word,
                                         [[maybe_unused]] vec<float> even, [[maybe_unused]] vec<float> odd) {
 #if defined(__AVX512BF16__)
-    const word_vec ones(0x3f803f80U);
-    return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(__m512i(word)), reinterpret_cast<__m512bh>(__m512i(ones)));
+    static constexpr int32_t ones = 0x3f803f80;
+    const int32_t* at = &ones;
+    asm("" : "+r"(at));  // as round()
+    return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(__m512i(word)),
+                            reinterpret_cast<__m512bh>(_mm512_set1_epi32(*at)));
 #else
     return sum + odd + even;
 #endif
