@@ -110,8 +110,9 @@ bool adds_rows(cpu_core core, const plan& plan) {
 // in the order of memory alone 1.05 to 1.45, more than four rows 0.95 to 1.46. Of 16 bits and 2 KB in rows of all heads 8 keys
 // are best (with 16 0.85 to 1.0 times as fast, 4 0.95 to 1.0), of 512 bytes 32 (8 0.84), of f32 and 4 KB 4 (8 0.85, 2 1.0), of
 // 16 KB 2 (4 0.75); three and four rows 8 (4 0.7 to 1.08), but four of f32 and up to 4 KB 4 with AVX-512 (8 heads of 128 and 12 of
-// 64 1.09 to 1.21, 16 of 64 0.99 to 1.06; of 5 and 8 KB 0.93 to 1.05, AVX2 0.81 to 0.93): two turns, Q and scores fill L1. From L3 these were 0.65 to 1.1, and turns of 64 keys, where they
-// bring no more than 256 KB, 1.04 on one thread and two (19 shapes, 0.95 to 1.25; of 512 KB 0.77 to 1.0).
+// 64 1.09 to 1.21, 16 of 64 0.99 to 1.06; of 5 and 8 KB 0.93 to 1.05, AVX2 0.81 to 0.93): two turns, Q and scores fill L1. From L3
+// these were 0.65 to 1.1, and turns of 64 keys, where they bring no more than 256 KB, 1.04 on one thread and two (19 shapes, 0.95
+// to 1.25; of 512 KB 0.77 to 1.0).
 void set_turns(plan& plan, bool from_memory) {
   const problem& p = plan.p;
   const int64_t rows = p.rows(), element = dtype_size(p.dtype);
