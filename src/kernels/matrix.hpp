@@ -254,7 +254,7 @@ struct matrix_task {
   // masks and biases say of the next panel.
   template <int Turn, class Weigher>
   MH_INLINE void multiply(const unit_a& a, const unit_b& b, const unit_terms& terms, const unit_extent& size, T* to,
-                          bool add, Weigher& panel, float* top = nullptr) {
+                          bool add, Weigher& panel, const unit_scores& scores = {}) {
     lines_ahead& from = soon.empty() ? ahead : soon;
     line_walk next = from.walk;
     next.turn();
@@ -269,7 +269,7 @@ struct matrix_task {
         for (int64_t i = 0; i < more && !next.done(); ++i) next.step();
       }
     };
-    unit.product<typename values::format>(a, b, terms, size, to, width, add, meanwhile, top);
+    unit.product<typename values::format>(a, b, terms, size, to, width, add, meanwhile, scores);
     from.walk = next;
   }
 
@@ -283,25 +283,25 @@ struct matrix_task {
     lap(task.clock, phase_softmax);
   }
 
-  // Whether scores are changed otherwise than by the scale.
-  MH_INLINE bool are_changed(const job& j) const {
-    return has_score_passes(c, j.view.adds_bias) || j.view.see == visibility::some;
+  // Whether scores are weighed as the unit leaves them, which has closed those that rows do not see, and found the largest.
+  MH_INLINE bool stay(const job& j) const {
+    return unit_finds_tops && c.q_scale == 1 && !has_score_passes(c, j.view.adds_bias);
   }
-  // Whether scores are weighed as the unit leaves them, which has found their maxima then (1.01 to 1.03 times as fast).
-  MH_INLINE bool stay(const job& j) const { return unit_finds_tops && c.q_scale == 1 && !are_changed(j); }
 
   // A block of keys is changed while the unit works on the next one: what it left is in L1, and it does not pause for
   // long. Beside changing all keys at once: plain 1.0 to 1.02, passes f32 1.04 to 1.1, bf16 1.06 to 1.2.
   template <bool Fast, int Turn>
   MH_INLINE void multiply_scores(const job& j, job& meanwhile) {
     weigher<Fast> panel(*this, meanwhile);
-    float* const top = stay(j) ? scratch.tile_max : nullptr;
+    unit_scores scores;
+    if (stay(j)) scores = {scratch.tile_max, j.view.see == visibility::some ? j.view.words : nullptr};
     const unit_b q_at{reinterpret_cast<const uint32_t*>(j.x->q), operands.dim_steps * unit_block, unit_block};
     for (int64_t key = 0; key < j.keys; key += unit_rows) {
       unit_a k_at = operands.keys;
       k_at.base += (j.first + key) * k_at.row;
       const unit_extent size{min_of(j.t.keys() - key, unit_rows), operands.score_sums()};
-      multiply<Turn>(k_at, q_at, number::scores(Fast), size, j.scores + key * width, false, panel, top);
+      multiply<Turn>(k_at, q_at, number::scores(Fast), size, j.scores + key * width, false, panel, scores);
+      if (scores.open != nullptr) scores.open += width;
       lap(task.clock, phase_scores);
       if (key > 0) change(j, key - unit_rows);
     }
@@ -345,7 +345,8 @@ struct matrix_task {
     if (keeps_scores(c)) keep_panel<T>(c, task, t, s, width);
     if (operands.leaves_out) find_left_rows(j, first, t.keys(), s);
     for (int64_t i = t.keys() * width; i < unit_rows * width; i += w) vec<T>(-infinity<T>).store_aligned(s + i);
-    lap(task.clock, are_changed(j) ? phase_mask : phase_softmax);  // else only maxima
+    const bool only_maxima = !has_score_passes(c, j.view.adds_bias) && j.view.see != visibility::some;
+    lap(task.clock, only_maxima ? phase_softmax : phase_mask);
   }
 
   // With biases that close scores that are NaN, too.

@@ -50,6 +50,14 @@ struct unit_b {
 struct unit_extent {
   int64_t rows, sums;
 };
+
+// What else is done to results of one part that are not added, with unit_finds_tops. top[32]: raised to the largest of each column,
+// if given. open[32]: bit r of a column's word tells whether row r of it counts; others become -inf, if given.
+struct unit_scores {
+  float* top = nullptr;
+  const uint32_t* open = nullptr;
+};
+
 MH_INLINE int64_t steps_of(int64_t sums) { return (sums + unit_step - 1) / unit_step; }
 
 // From so many rows and keys on the unit wins over FMA.
@@ -221,7 +229,7 @@ class matrix_unit {
   // from L2, then leave those of B in L1.
   template <class Format, bool Layer = false, class Meanwhile>
   MH_INLINE void product(const unit_a& a, const unit_b& b, const unit_terms& terms, const unit_extent& size, float* c,
-                         int64_t c_stride, bool add, Meanwhile meanwhile, float* = nullptr) const {
+                         int64_t c_stride, bool add, Meanwhile meanwhile, const unit_scores& = {}) const {
     const int64_t steps = steps_of(size.sums);
     const auto stride = static_cast<int>(c_stride * 4);
     const int64_t row = a.row * 2;
@@ -290,11 +298,10 @@ class matrix_unit {
   static constexpr int turn_lines = 24;  // a turn of heads of 64 takes 400 cycles
 
   // c (rows x 32, c_stride apart) = A B, or += where `add`. meanwhile() is called between stretches of rows. Layer: B, which
-  // comes from far away, is asked for by the first stretch. top[32], of a product of one part that is not added: raised
-  // to the largest results of each column, if given.
+  // comes from far away, is asked for by the first stretch.
   template <class Format, bool Layer = false, class Meanwhile>
   MH_INLINE void product(const unit_a& a, const unit_b& b, const unit_terms& terms, const unit_extent& size, float* c,
-                         int64_t c_stride, bool add, Meanwhile meanwhile, float* top = nullptr) const {
+                         int64_t c_stride, bool add, Meanwhile meanwhile, const unit_scores& scores = {}) const {
     for (int i = 0; i < terms.a_parts; ++i) {
       for (int j = 0; j < terms.b_parts[i]; ++j) {
         stretch at{reinterpret_cast<const char*>(a.base + i * a.part),
@@ -304,8 +311,13 @@ class matrix_unit {
                    (size.sums + 1) / 2,
                    c,
                    c_stride,
-                   top};
-        const result kind = add ? result::added : top != nullptr ? result::set_with_tops : result::set;
+                   scores.top,
+                   scores.open,
+                   0};
+        const result kind = add                      ? result::added
+                            : scores.open != nullptr ? result::set_open
+                            : scores.top != nullptr  ? result::set_with_tops
+                                                     : result::set;
         const rows_fn* of_rows = rows_of<Layer>[static_cast<int>(kind)][at.pairs >= 2];
         for (int64_t left = size.rows; left > 0; meanwhile()) {
           const int64_t count = at_once(left);
@@ -313,6 +325,7 @@ class matrix_unit {
           of_rows = rows_of<false>[static_cast<int>(kind)][at.pairs >= 2];
           at.a += count * at.row;
           at.c += count * c_stride;
+          at.first += static_cast<int>(count);
           left -= count;
         }
         add = true;
@@ -321,7 +334,7 @@ class matrix_unit {
   }
 
  private:
-  enum class result { set, set_with_tops, added };
+  enum class result { set, set_with_tops, set_open, added };
 
   // Rows, of one part of each operand; distances of A in bytes.
   struct stretch {
@@ -332,6 +345,8 @@ class matrix_unit {
     float* c;
     int64_t c_row;
     float* top;
+    const uint32_t* open;
+    int first;  // of the rows that `open` speaks of
   };
 
   // Of so many that are left: shared out, as few rows wait for their sums.
@@ -383,15 +398,24 @@ class matrix_unit {
       right[k] = of_b(2 * k + 1);
     }
     constexpr bool adds = Kind == result::added;
+    constexpr bool closes = Kind == result::set_open, has_tops = closes || Kind == result::set_with_tops;
     __m512 top[2] = {};
+    __m512i open[2] = {};
 #pragma GCC unroll 2
-    for (int v = 0; Kind == result::set_with_tops && v < 2; ++v) top[v] = _mm512_load_ps(of.top + 16 * v);
+    for (int v = 0; has_tops && v < 2; ++v) {
+      top[v] = _mm512_load_ps(of.top + 16 * v);
+      if (closes) open[v] = _mm512_srl_epi32(_mm512_load_si512(of.open + 16 * v), _mm_cvtsi32_si128(of.first));
+    }
 #pragma GCC unroll 12
     for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 2
       for (int k = 0; k < Last; ++k) times(m, k * pair, left[k], right[k]);
 #pragma GCC unroll 2
       for (int v = 0; v < 2; ++v) {
+        if (closes) {
+          const __mmask16 closed = _mm512_testn_epi32_mask(open[v], _mm512_set1_epi32(1 << m));
+          sum[m][v] = _mm512_mask_mov_ps(sum[m][v], closed, _mm512_set1_ps(-infinity<float>));
+        }
         put(c + 16 * v, sum[m][v], adds);
         top[v] = larger<float>(top[v], sum[m][v]);
       }
@@ -399,7 +423,7 @@ class matrix_unit {
       asm volatile("" : "+r"(c)::"memory");  // else the compiler brings stores together, and takes all addresses before
     }
 #pragma GCC unroll 2
-    for (int v = 0; Kind == result::set_with_tops && v < 2; ++v) _mm512_store_ps(of.top + 16 * v, top[v]);
+    for (int v = 0; has_tops && v < 2; ++v) _mm512_store_ps(of.top + 16 * v, top[v]);
   }
   static MH_INLINE void put(float* c, __m512 x, bool add) {
     _mm512_store_ps(c, add ? _mm512_add_ps(_mm512_load_ps(c), x) : x);
@@ -422,9 +446,10 @@ class matrix_unit {
                                                         rows<11, Kind, Last, Asks>,
                                                         rows<12, Kind, Last, Asks>};
   template <bool Asks>
-  static constexpr const rows_fn* rows_of[3][2] = {
+  static constexpr const rows_fn* rows_of[4][2] = {
       {up_to_most<result::set, 0, Asks>, up_to_most<result::set, 2, Asks>},
       {up_to_most<result::set_with_tops, 0, Asks>, up_to_most<result::set_with_tops, 2, Asks>},
+      {up_to_most<result::set_open, 0, Asks>, up_to_most<result::set_open, 2, Asks>},
       {up_to_most<result::added, 0, Asks>, up_to_most<result::added, 2, Asks>}};
 };
 
@@ -437,7 +462,7 @@ class matrix_unit {
   // c (rows x 32, c_stride apart) = A B, or += where `add`.
   template <class Format, bool Layer = false, class Meanwhile>
   MH_INLINE void product(const unit_a& a, const unit_b& b, const unit_terms& terms, const unit_extent& size, float* c,
-                         int64_t c_stride, bool add, Meanwhile, float* = nullptr) const {
+                         int64_t c_stride, bool add, Meanwhile, const unit_scores& = {}) const {
     const int64_t steps = steps_of(size.sums);
     for (int64_t m = 0; m < size.rows; m += 8) {
       for (int64_t n = 0; n < unit_rows; n += 8) {
@@ -492,7 +517,7 @@ class matrix_unit {
 
   template <class Format, bool Layer = false, class Meanwhile>
   void product(const unit_a& a, const unit_b& b, const unit_terms& terms, const unit_extent& size, float* c,
-               int64_t c_stride, bool add, Meanwhile meanwhile, float* top = nullptr) const {
+               int64_t c_stride, bool add, Meanwhile meanwhile, const unit_scores& scores = {}) const {
     for (int64_t m = 0; m < size.rows; ++m) {
       for (int64_t n = 0; n < unit_rows; ++n) {
         double sum = add ? static_cast<double>(c[m * c_stride + n]) : 0.0;
@@ -507,8 +532,9 @@ class matrix_unit {
             }
           }
         }
-        const float x = c[m * c_stride + n] = static_cast<float>(sum);
-        if (top != nullptr && x > top[n]) top[n] = x;
+        const bool closed = scores.open != nullptr && (scores.open[n] >> m & 1U) == 0;
+        const float x = c[m * c_stride + n] = closed ? -infinity<float> : static_cast<float>(sum);
+        if (scores.top != nullptr && x > scores.top[n]) scores.top[n] = x;
         meanwhile();
       }
     }
