@@ -496,6 +496,29 @@ TEST_CASE("lines that are needed soon are asked for once each, in order") {
   CHECK(asked == 8);
 }
 
+TEST_CASE("lines come in runs of those that lie side by side") {
+  const char memory[4096] = {};
+  lines_ahead ahead;
+  ahead.add({memory, 1000, 130, 2});        // two rows of three lines
+  ahead.add({memory + 2048, 100, 100, 4});  // rows without gaps: seven lines
+  const auto check = [&](int64_t most, int64_t place, int64_t count) {
+    const line_run run = ahead.walk.run(most);
+    CHECK(run.at - memory == place);
+    CHECK(run.step == 64);
+    CHECK(run.count == count);
+  };
+  check(2, 0, 2);
+  check(8, 128, 1);
+  check(8, 1000, 3);
+  check(5, 2048, 5);
+  CHECK_FALSE(ahead.empty());
+  check(8, 2368, 2);
+  CHECK(ahead.empty());
+  const line_run none = ahead.walk.run(8);  // one place for all that are wanted
+  CHECK(none.step == 0);
+  CHECK(none.count == 8);
+}
+
 TEST_CASE("results are asked for once, with the tile that few of the panel's keys follow") {
   float out[32 * 8];
   kernel_call c{};

@@ -243,7 +243,7 @@ struct matrix_task {
   // those of packing 1.01 to 1.09 and 1.09 to 1.15, more than 24 a turn 0.98 to 1.04 up to 17 MB. Parts take more turns: f16 of two
   // 0.97 to 1.05.
   static constexpr int64_t most_lines = 24;
-  static constexpr bool asks_for_more = values::parts == 1 && most_lines > matrix_unit::turn_lines;
+  static constexpr bool asks_for_more = values::parts == 1 && !unit_asks_ahead;
   int64_t more_lines_of_turn() const {
     constexpr int64_t size = sizeof(typename D::storage);
     const int64_t lines = c.block_kv * ((c.head_dim * size + 63) / 64 + (c.v_dim * size + 63) / 64);
@@ -256,21 +256,25 @@ struct matrix_task {
   MH_INLINE void multiply(const unit_a& a, const unit_b& b, const unit_terms& terms, const unit_extent& size, T* to,
                           bool add, Weigher& panel, const unit_scores& scores = {}) {
     lines_ahead& from = soon.empty() ? ahead : soon;
-    line_walk next = from.walk;
-    next.turn();
-    [[maybe_unused]] const int64_t more = &from == &ahead ? more_lines : 0;
-    const auto meanwhile = [&]() MH_INLINE_LAMBDA {
+    const auto weigh = [&]() MH_INLINE_LAMBDA {
       if (!panel.is_done()) panel.template weigh<Turn>();
-      if constexpr (asks_ahead) {
+    };
+    if constexpr (unit_asks_ahead) {
+      unit.product<typename values::format>(a, b, terms, size, to, width, add, weigh, scores, &from);
+    } else {
+      line_walk next = from.walk;
+      next.turn();
+      const int64_t more = asks_for_more && &from == &ahead ? more_lines : 0;
+      const auto meanwhile = [&]() MH_INLINE_LAMBDA {
+        weigh();
+        if constexpr (!asks_ahead) return;
 #pragma GCC unroll 4
         for (int i = 0; i < matrix_unit::turn_lines; ++i) next.step();
-      }
-      if constexpr (asks_ahead && asks_for_more) {
         for (int64_t i = 0; i < more && !next.done(); ++i) next.step();
-      }
-    };
-    unit.product<typename values::format>(a, b, terms, size, to, width, add, meanwhile, scores);
-    from.walk = next;
+      };
+      unit.product<typename values::format>(a, b, terms, size, to, width, add, meanwhile, scores);
+      from.walk = next;
+    }
   }
 
   template <bool Fast>

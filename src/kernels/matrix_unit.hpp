@@ -25,6 +25,7 @@
 // that 16 chains are enough. Its speed is unmeasured here.
 #pragma once
 
+#include "lines_ahead.hpp"
 #include "unit_number.hpp"
 
 namespace manyhead::MH_ISA {
@@ -81,6 +82,7 @@ inline constexpr unit_extent unit_grain = {8, unit_step};
 inline constexpr bool unit_takes_memory = false;
 inline constexpr bool unit_takes_columns = false;
 inline constexpr bool unit_finds_tops = false;
+inline constexpr bool unit_asks_ahead = false;
 // FMA does 4 rows at a time where the unit does 32 columns whatever their number: an estimate from the instructions of both
 // routes, head_dim 64, weights in two parts (24 rows: 870 a key and 1300; 16 rows: 870 and 900).
 template <int Parts>
@@ -130,9 +132,11 @@ inline constexpr bool unit_finds_tops = false;
 inline constexpr unit_extent unit_grain = {unit_rows, unit_step};
 #endif
 #if defined(__AVX512BF16__)
+inline constexpr bool unit_asks_ahead = true;  // for lines, in products that are given them
 inline constexpr int unit_parts =
     1;  // twice the multiply-adds of FMA are too few for f16 (7 products for 2) and f32 (12)
 #else
+inline constexpr bool unit_asks_ahead = false;
 inline constexpr int unit_parts = 3;
 #endif
 #if defined(__AVX512BF16__)
@@ -229,7 +233,8 @@ class matrix_unit {
   // from L2, then leave those of B in L1.
   template <class Format, bool Layer = false, class Meanwhile>
   MH_INLINE void product(const unit_a& a, const unit_b& b, const unit_terms& terms, const unit_extent& size, float* c,
-                         int64_t c_stride, bool add, Meanwhile meanwhile, const unit_scores& = {}) const {
+                         int64_t c_stride, bool add, Meanwhile meanwhile, const unit_scores& = {},
+                         lines_ahead* = nullptr) const {
     const int64_t steps = steps_of(size.sums);
     const auto stride = static_cast<int>(c_stride * 4);
     const int64_t row = a.row * 2;
@@ -295,13 +300,15 @@ class matrix_unit {
 
 class matrix_unit {
  public:
-  static constexpr int turn_lines = 24;  // a turn of heads of 64 takes 400 cycles
+  static constexpr int turn_lines = 0;  // it asks itself
 
   // c (rows x 32, c_stride apart) = A B, or += where `add`. meanwhile() is called between stretches of rows. Layer: B, which
-  // comes from far away, is asked for by the first stretch.
+  // comes from far away, is asked for by the first stretch. ahead: lines to be asked for, one with each pair of the sum, until none is
+  // left: 24 between stretches, which take 400 cycles with heads of 64, would fill the buffers that other loads need.
   template <class Format, bool Layer = false, class Meanwhile>
   MH_INLINE void product(const unit_a& a, const unit_b& b, const unit_terms& terms, const unit_extent& size, float* c,
-                         int64_t c_stride, bool add, Meanwhile meanwhile, const unit_scores& scores = {}) const {
+                         int64_t c_stride, bool add, Meanwhile meanwhile, const unit_scores& scores = {},
+                         lines_ahead* ahead = nullptr) const {
     for (int i = 0; i < terms.a_parts; ++i) {
       for (int j = 0; j < terms.b_parts[i]; ++j) {
         stretch at{reinterpret_cast<const char*>(a.base + i * a.part),
@@ -313,16 +320,18 @@ class matrix_unit {
                    c_stride,
                    scores.top,
                    scores.open,
-                   0};
+                   0,
+                   ahead};
         const result kind = add                      ? result::added
                             : scores.open != nullptr ? result::set_open
                             : scores.top != nullptr  ? result::set_with_tops
                                                      : result::set;
-        const rows_fn* of_rows = rows_of<Layer>[static_cast<int>(kind)][at.pairs >= 2];
+        asks asking = Layer ? asks::words : asks::nothing;
         for (int64_t left = size.rows; left > 0; meanwhile()) {
           const int64_t count = at_once(left);
-          of_rows[count](at);
-          of_rows = rows_of<false>[static_cast<int>(kind)][at.pairs >= 2];
+          if (ahead != nullptr) asking = ahead->empty() ? asks::nothing : asks::lines;
+          rows_of[static_cast<int>(asking)][static_cast<int>(kind)][at.pairs >= 2][count](at);
+          asking = asks::nothing;
           at.a += count * at.row;
           at.c += count * c_stride;
           at.first += static_cast<int>(count);
@@ -335,6 +344,7 @@ class matrix_unit {
 
  private:
   enum class result { set, set_with_tops, set_open, added };
+  enum class asks { nothing, lines, words };  // for lines of `ahead`; for B, `weights_ahead` on, as the layer does
 
   // Rows, of one part of each operand; distances of A in bytes.
   struct stretch {
@@ -347,6 +357,7 @@ class matrix_unit {
     float* top;
     const uint32_t* open;
     int first;  // of the rows that `open` speaks of
+    lines_ahead* ahead;
   };
 
   // Of so many that are left: shared out, as few rows wait for their sums.
@@ -358,8 +369,7 @@ class matrix_unit {
   // after all of them Zen 4 multiplied nothing for the 48 cycles that they take, of 400 or 800.
   // Not in line: the caller holds vectors too. Few arguments: what g++ 12 has no registers for it moves to others of vectors
   // and back, in the queue of the multiply-adds.
-  // Asks: for B, `weights_ahead` on.
-  template <int M, result Kind, int Last, bool Asks>
+  template <int M, result Kind, int Last, asks Asks>
   static __attribute__((noinline)) void rows(const stretch& of) {
     const char *a = of.a, *b = of.b;
     const int64_t row = of.row, pair = of.pair;
@@ -377,18 +387,27 @@ class matrix_unit {
       sum[m][0] = _mm512_dpbf16_ps(sum[m][0], both, left);
       sum[m][1] = _mm512_dpbf16_ps(sum[m][1], both, right);
     };
-    for (int64_t n = of.pairs - Last; n > 0; --n) {
-      __m512bh left = of_b(0), right = of_b(1);
-      asm("" : "+v"(left), "+v"(right));  // else g++ 12 loads them for each of three rows
-      if constexpr (Asks) {
-        __builtin_prefetch(b + weights_ahead);
-        __builtin_prefetch(b + weights_ahead + 64);
-      }
+    for (int64_t left_over = of.pairs - Last; left_over > 0;) {
+      line_run line{nullptr, 0, left_over};
+      if constexpr (Asks == asks::lines) line = of.ahead->walk.run(left_over);
+      left_over -= line.count;
+      for (int64_t n = line.count; n > 0; --n) {
+        __m512bh left = of_b(0), right = of_b(1);
+        asm("" : "+v"(left), "+v"(right));  // else g++ 12 loads them for each of three rows
+        if constexpr (Asks == asks::lines) {
+          __builtin_prefetch(line.at, 0, 2);
+          line.at += line.step;
+        }
+        if constexpr (Asks == asks::words) {
+          __builtin_prefetch(b + weights_ahead);
+          __builtin_prefetch(b + weights_ahead + 64);
+        }
 #pragma GCC unroll 12
-      for (int m = 0; m < M; ++m) times(m, 0, left, right);
-      a += pair;
-      a_high += pair;
-      b += 128;
+        for (int m = 0; m < M; ++m) times(m, 0, left, right);
+        a += pair;
+        a_high += pair;
+        b += 128;
+      }
     }
     float* c = of.c;
     __m512bh left[Last + 1], right[Last + 1];
@@ -431,26 +450,32 @@ class matrix_unit {
 
   static constexpr int most_rows = 12;
   using rows_fn = void (*)(const stretch&);
-  template <result Kind, int Last, bool Asks>
+  // The layer stores and adds alone, and one row or two have no time to ask for words.
+  template <int M, result Kind, asks Asks>
+  static constexpr asks needed =
+      Asks != asks::words || (M > 2 && (Kind == result::set || Kind == result::added)) ? Asks : asks::nothing;
+  template <asks Asks, result Kind, int Last>
   static constexpr rows_fn up_to_most[most_rows + 1] = {nullptr,
-                                                        rows<1, Kind, 0, false>,
-                                                        rows<2, Kind, 0, false>,
-                                                        rows<3, Kind, 0, Asks>,
-                                                        rows<4, Kind, Last, Asks>,
-                                                        rows<5, Kind, Last, Asks>,
-                                                        rows<6, Kind, Last, Asks>,
-                                                        rows<7, Kind, Last, Asks>,
-                                                        rows<8, Kind, Last, Asks>,
-                                                        rows<9, Kind, Last, Asks>,
-                                                        rows<10, Kind, Last, Asks>,
-                                                        rows<11, Kind, Last, Asks>,
-                                                        rows<12, Kind, Last, Asks>};
-  template <bool Asks>
-  static constexpr const rows_fn* rows_of[4][2] = {
-      {up_to_most<result::set, 0, Asks>, up_to_most<result::set, 2, Asks>},
-      {up_to_most<result::set_with_tops, 0, Asks>, up_to_most<result::set_with_tops, 2, Asks>},
-      {up_to_most<result::set_open, 0, Asks>, up_to_most<result::set_open, 2, Asks>},
-      {up_to_most<result::added, 0, Asks>, up_to_most<result::added, 2, Asks>}};
+                                                        rows<1, Kind, 0, needed<1, Kind, Asks>>,
+                                                        rows<2, Kind, 0, needed<2, Kind, Asks>>,
+                                                        rows<3, Kind, 0, needed<3, Kind, Asks>>,
+                                                        rows<4, Kind, Last, needed<4, Kind, Asks>>,
+                                                        rows<5, Kind, Last, needed<5, Kind, Asks>>,
+                                                        rows<6, Kind, Last, needed<6, Kind, Asks>>,
+                                                        rows<7, Kind, Last, needed<7, Kind, Asks>>,
+                                                        rows<8, Kind, Last, needed<8, Kind, Asks>>,
+                                                        rows<9, Kind, Last, needed<9, Kind, Asks>>,
+                                                        rows<10, Kind, Last, needed<10, Kind, Asks>>,
+                                                        rows<11, Kind, Last, needed<11, Kind, Asks>>,
+                                                        rows<12, Kind, Last, needed<12, Kind, Asks>>};
+  template <asks Asks, result Kind>
+  static constexpr const rows_fn* of_kind[2] = {up_to_most<Asks, Kind, 0>, up_to_most<Asks, Kind, 2>};
+  template <asks Asks>
+  static constexpr const rows_fn* const* of_asking[4] = {of_kind<Asks, result::set>,
+                                                         of_kind<Asks, result::set_with_tops>,
+                                                         of_kind<Asks, result::set_open>, of_kind<Asks, result::added>};
+  static constexpr const rows_fn* const* const* rows_of[3] = {of_asking<asks::nothing>, of_asking<asks::lines>,
+                                                              of_asking<asks::words>};
 };
 
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
@@ -462,7 +487,7 @@ class matrix_unit {
   // c (rows x 32, c_stride apart) = A B, or += where `add`.
   template <class Format, bool Layer = false, class Meanwhile>
   MH_INLINE void product(const unit_a& a, const unit_b& b, const unit_terms& terms, const unit_extent& size, float* c,
-                         int64_t c_stride, bool add, Meanwhile, const unit_scores& = {}) const {
+                         int64_t c_stride, bool add, Meanwhile, const unit_scores& = {}, lines_ahead* = nullptr) const {
     const int64_t steps = steps_of(size.sums);
     for (int64_t m = 0; m < size.rows; m += 8) {
       for (int64_t n = 0; n < unit_rows; n += 8) {
@@ -517,7 +542,8 @@ class matrix_unit {
 
   template <class Format, bool Layer = false, class Meanwhile>
   void product(const unit_a& a, const unit_b& b, const unit_terms& terms, const unit_extent& size, float* c,
-               int64_t c_stride, bool add, Meanwhile meanwhile, const unit_scores& scores = {}) const {
+               int64_t c_stride, bool add, Meanwhile meanwhile, const unit_scores& scores = {},
+               lines_ahead* = nullptr) const {
     for (int64_t m = 0; m < size.rows; ++m) {
       for (int64_t n = 0; n < unit_rows; ++n) {
         double sum = add ? static_cast<double>(c[m * c_stride + n]) : 0.0;

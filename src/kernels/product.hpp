@@ -22,6 +22,7 @@
 // Every output is summed over k in order, whatever M and NV: tails and panel widths do not change bits.
 #pragma once
 
+#include "lines_ahead.hpp"
 #include "simd.hpp"
 
 namespace manyhead::MH_ISA {
@@ -133,75 +134,6 @@ enum class product_mode {
   add_signed,  // as add, but a B of negative sign (-0 marks a slot that may not be attended) is not multiplied:
                // no 0 * NaN
 };
-
-// The lines of rows that are needed soon, asked for one at a time: a burst of them would fill the buffers that the
-// loads need which do not hit L1, and everything would wait.
-struct line_walk {
-  const char* at;
-  const char* row_end;
-  const char* end;
-  int64_t gap;  // from the end of a row to the next one
-  int64_t stride;
-  const upcoming* more;  // those to come after these, up to `last`
-  const upcoming* last;
-
-  MH_INLINE explicit line_walk(const upcoming& x, const upcoming* next = nullptr, const upcoming* stop = nullptr)
-      : at(x.base),
-        row_end(x.base + x.bytes),
-        end(x.stride > 0 ? x.base + x.rows * x.stride : x.base),
-        gap(x.stride - x.bytes),
-        stride(x.stride),
-        more(next),
-        last(stop) {}
-  MH_INLINE bool done() const { return at >= end; }
-  MH_INLINE void turn() {
-    if (done() && more != last) *this = line_walk(*more, more + 1, last);
-  }
-  MH_INLINE void step() {
-    if (done()) return;
-    __builtin_prefetch(at, 0, 2);
-    at += 64;
-    if (at >= row_end) {
-      at = row_end + gap;
-      row_end += stride;
-    }
-  }
-};
-
-// What is needed soon, in the order of need. Products ask for a line a step, and go on where the one before stopped.
-class lines_ahead {
- public:
-  lines_ahead() = default;
-  lines_ahead(const lines_ahead&) = delete;
-  lines_ahead& operator=(const lines_ahead&) = delete;
-
-  MH_INLINE void add(const upcoming& x) {
-    if (x.rows <= 0) return;
-    if (walk.done() && walk.more == walk.last) walk.more = walk.last = rows_;
-    if (walk.last == rows_ + most) return;  // so much is never asked for in time
-    rows_[walk.last++ - rows_] = x;
-  }
-  MH_INLINE void clear() { walk = line_walk(upcoming{}, rows_, rows_); }
-  MH_INLINE bool empty() const { return walk.done() && walk.more == walk.last; }
-  // For up to n lines of the rows that come next.
-  MH_INLINE void ask(int64_t n) {
-    walk.turn();
-    for (; n > 0 && !walk.done(); --n) walk.step();
-  }
-
-  line_walk walk{upcoming{}, rows_, rows_};
-
- private:
-  static constexpr int most = 8;
-  upcoming rows_[most];
-};
-
-// Emulated vectors have nothing to gain, and take minutes to compile.
-#if XSIMD_WITH_EMULATED
-inline constexpr bool asks_ahead = false;
-#else
-inline constexpr bool asks_ahead = true;
-#endif
 
 // Where the vectors of a panel do not all reach all of the depth (keys beyond the diagonal of a causal problem, or outside
 // a window): vector v has B in steps [begin[v], end[v]) only. Both grow with v, and all begin before the first ends.

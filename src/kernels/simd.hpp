@@ -142,17 +142,6 @@ MH_INLINE void store_some(S* p, int64_t n, const S (&from)[N]) {
 #endif
 }
 
-// Rows of memory that are needed soon. The hardware looks ahead only while there are loads that miss; arithmetic on
-// what is in cache would let memory idle, so lines are asked for, evenly, all through it.
-struct upcoming {
-  const char* base;
-  int64_t stride, bytes;  // of a row
-  int64_t rows;
-};
-
-// The layer's weights, where products ask for what they are at, so many bytes before they get there: 2, 4 and 16 KB are slower.
-inline constexpr int64_t weights_ahead = 8192;
-
 // The larger of two, NaN where x is NaN: x86's instruction returns its second operand then (xsimd's max has had either
 // order).
 template <class T>
