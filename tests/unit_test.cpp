@@ -194,37 +194,46 @@ void check_products(uint16_t (*narrow)(float)) {
         }
       }
       for (const unit_a& way : ways) {
-        for (const auto& [add, closes] : {std::pair{false, false}, {false, true}, {true, false}}) {
+        struct results {
+          bool add, closes;
+          float scale;
+        };
+        for (const results& asked : {results{false, false, 1},
+                                     {false, true, 1},
+                                     {false, false, 0.5F},
+                                     {false, true, 0.5F},
+                                     {true, false, 1}}) {
+          const bool add = asked.add;
           // Some columns' maxima are below all results before, some above; some rows count in all columns, or in none.
           const bool finds = unit_finds_tops && !add && terms.products() == 1;
           aligned<uint32_t> open(rows);
           for (int64_t column = 0; column < rows; ++column)
             open[column] = column % 7 == 0 ? 0U : column % 7 == 1 ? ~0U : 0x9e3779b9U * static_cast<uint32_t>(column);
-          const auto is_open = [&, closes = closes && finds](int64_t row, int64_t column) {
-            return !closes || (open[column] >> row & 1U) != 0;
+          const bool closes = finds && asked.closes;
+          const float scale = finds ? asked.scale : 1;
+          const auto result = [&](int64_t row, int64_t column) {
+            const bool is_open = !closes || (open[column] >> row & 1U) != 0;
+            return is_open ? scale * want[static_cast<size_t>(row * rows + column)] : -infinity<float>;
           };
-          const auto before = [](int64_t column) { return column % 5 == 0 ? 1e5F : -1e5F; };
+          const auto top_before = [](int64_t column) { return column % 5 == 0 ? 1e5F : -1e5F; };
           aligned<float> c(rows * stride, 5.0F), top(rows);
-          for (int64_t column = 0; column < rows; ++column) top[column] = before(column);
+          for (int64_t column = 0; column < rows; ++column) top[column] = top_before(column);
           const matrix_unit unit;
           unit.template product<Format>(
               way, {columns.get(), part / 2, unit_block}, terms, size, c.get(), stride, add, [] {},
-              finds ? unit_scores{top.get(), closes ? open.get() : nullptr} : unit_scores{});
+              finds ? unit_scores{top.get(), closes ? open.get() : nullptr, scale} : unit_scores{});
           bool same = true;
           for (int64_t column = 0; column < rows; ++column) {
-            float largest = before(column);
-            for (int64_t m = 0; finds && m < size.rows; ++m) {
-              if (is_open(m, column)) largest = std::max(largest, want[static_cast<size_t>(m * rows + column)]);
-            }
+            float largest = top_before(column);
+            for (int64_t m = 0; finds && m < size.rows; ++m) largest = std::max(largest, result(m, column));
             same = same && top[column] == largest;
           }
           for (int64_t m = 0; m < rows; ++m) {
             if (m >= size.rows && m < round_up<unit_grain.rows>(size.rows)) continue;  // may be anything
             for (int64_t column = 0; column < stride; ++column) {
               const bool counts = m < size.rows && column < rows;
-              const float product = counts ? want[static_cast<size_t>(m * rows + column)] : 0.0F;
-              const float result = (add || !counts ? 5.0F : 0.0F) + product;
-              same = same && c[m * stride + column] == (!counts || is_open(m, column) ? result : -infinity<float>);
+              const float before = add || !counts ? 5.0F : 0.0F;
+              same = same && c[m * stride + column] == before + (counts ? result(m, column) : 0.0F);
             }
           }
           CHECK(same);

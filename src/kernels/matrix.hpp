@@ -287,9 +287,10 @@ struct matrix_task {
     lap(task.clock, phase_softmax);
   }
 
-  // Whether scores are weighed as the unit leaves them, which has closed those that rows do not see, and found the largest.
+  // Whether scores are weighed as the unit leaves them, which has multiplied them with the scale, closed those that rows do not see
+  // and found the largest.
   MH_INLINE bool stay(const job& j) const {
-    return unit_finds_tops && c.q_scale == 1 && !has_score_passes(c, j.view.adds_bias);
+    return unit_finds_tops && !operands.leaves_out && !has_score_passes(c, j.view.adds_bias);
   }
 
   // A block of keys is changed while the unit works on the next one: what it left is in L1, and it does not pause for
@@ -298,7 +299,10 @@ struct matrix_task {
   MH_INLINE void multiply_scores(const job& j, job& meanwhile) {
     weigher<Fast> panel(*this, meanwhile);
     unit_scores scores;
-    if (stay(j)) scores = {scratch.tile_max, j.view.see == visibility::some ? j.view.words : nullptr};
+    if (stay(j)) {
+      scores = {scratch.tile_max, j.view.see == visibility::some ? j.view.words : nullptr,
+                static_cast<float>(c.q_scale)};
+    }
     const unit_b q_at{reinterpret_cast<const uint32_t*>(j.x->q), operands.dim_steps * unit_block, unit_block};
     for (int64_t key = 0; key < j.keys; key += unit_rows) {
       unit_a k_at = operands.keys;

@@ -52,11 +52,13 @@ struct unit_extent {
   int64_t rows, sums;
 };
 
-// What else is done to results of one part that are not added, with unit_finds_tops. top[32]: raised to the largest of each column,
-// if given. open[32]: bit r of a column's word tells whether row r of it counts; others become -inf, if given.
+// What else is done to results of one part that are not added, with unit_finds_tops, in this order. All are multiplied with `scale`.
+// open[32], if given: bit r of a column's word tells whether row r of it counts; others become -inf. top[32], if given: raised to
+// the largest of each column.
 struct unit_scores {
   float* top = nullptr;
   const uint32_t* open = nullptr;
+  float scale = 1;
 };
 
 MH_INLINE int64_t steps_of(int64_t sums) { return (sums + unit_step - 1) / unit_step; }
@@ -320,9 +322,11 @@ class matrix_unit {
                    c_stride,
                    scores.top,
                    scores.open,
+                   scores.scale,
                    0,
                    ahead};
         const result kind = add                      ? result::added
+                            : scores.scale != 1      ? result::set_scaled
                             : scores.open != nullptr ? result::set_open
                             : scores.top != nullptr  ? result::set_with_tops
                                                      : result::set;
@@ -343,7 +347,7 @@ class matrix_unit {
   }
 
  private:
-  enum class result { set, set_with_tops, set_open, added };
+  enum class result { set, set_with_tops, set_open, set_scaled, added };  // each does what those before do
   enum class asks { nothing, lines, words };  // for lines of `ahead`; for B, `weights_ahead` on, as the layer does
 
   // Rows, of one part of each operand; distances of A in bytes.
@@ -356,6 +360,7 @@ class matrix_unit {
     int64_t c_row;
     float* top;
     const uint32_t* open;
+    float scale;
     int first;  // of the rows that `open` speaks of
     lines_ahead* ahead;
   };
@@ -417,13 +422,16 @@ class matrix_unit {
       right[k] = of_b(2 * k + 1);
     }
     constexpr bool adds = Kind == result::added;
-    constexpr bool closes = Kind == result::set_open, has_tops = closes || Kind == result::set_with_tops;
+    constexpr bool scales = Kind == result::set_scaled, closes = scales || Kind == result::set_open,
+                   has_tops = closes || Kind == result::set_with_tops;
     __m512 top[2] = {};
     __m512i open[2] = {};
 #pragma GCC unroll 2
     for (int v = 0; has_tops && v < 2; ++v) {
       top[v] = _mm512_load_ps(of.top + 16 * v);
-      if (closes) open[v] = _mm512_srl_epi32(_mm512_load_si512(of.open + 16 * v), _mm_cvtsi32_si128(of.first));
+      open[v] = _mm512_set1_epi32(-1);
+      if (closes && of.open != nullptr)
+        open[v] = _mm512_srl_epi32(_mm512_load_si512(of.open + 16 * v), _mm_cvtsi32_si128(of.first));
     }
 #pragma GCC unroll 12
     for (int m = 0; m < M; ++m) {
@@ -431,6 +439,7 @@ class matrix_unit {
       for (int k = 0; k < Last; ++k) times(m, k * pair, left[k], right[k]);
 #pragma GCC unroll 2
       for (int v = 0; v < 2; ++v) {
+        if (scales) sum[m][v] = _mm512_mul_ps(sum[m][v], _mm512_set1_ps(of.scale));
         if (closes) {
           const __mmask16 closed = _mm512_testn_epi32_mask(open[v], _mm512_set1_epi32(1 << m));
           sum[m][v] = _mm512_mask_mov_ps(sum[m][v], closed, _mm512_set1_ps(-infinity<float>));
@@ -471,9 +480,9 @@ class matrix_unit {
   template <asks Asks, result Kind>
   static constexpr const rows_fn* of_kind[2] = {up_to_most<Asks, Kind, 0>, up_to_most<Asks, Kind, 2>};
   template <asks Asks>
-  static constexpr const rows_fn* const* of_asking[4] = {of_kind<Asks, result::set>,
-                                                         of_kind<Asks, result::set_with_tops>,
-                                                         of_kind<Asks, result::set_open>, of_kind<Asks, result::added>};
+  static constexpr const rows_fn* const* of_asking[5] = {
+      of_kind<Asks, result::set>, of_kind<Asks, result::set_with_tops>, of_kind<Asks, result::set_open>,
+      of_kind<Asks, result::set_scaled>, of_kind<Asks, result::added>};
   static constexpr const rows_fn* const* const* rows_of[3] = {of_asking<asks::nothing>, of_asking<asks::lines>,
                                                               of_asking<asks::words>};
 };
@@ -559,7 +568,7 @@ class matrix_unit {
           }
         }
         const bool closed = scores.open != nullptr && (scores.open[n] >> m & 1U) == 0;
-        const float x = c[m * c_stride + n] = closed ? -infinity<float> : static_cast<float>(sum);
+        const float x = c[m * c_stride + n] = closed ? -infinity<float> : static_cast<float>(sum) * scores.scale;
         if (scores.top != nullptr && x > scores.top[n]) scores.top[n] = x;
         meanwhile();
       }
