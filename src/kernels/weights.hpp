@@ -78,8 +78,9 @@ struct weights_task {
   }
 
   // Scores s become exponentials, those of keys that are not seen -1: their weights are 0 in a NaN row too. Returns what the others
-  // are to be multiplied with. sink: natural units.
-  MH_INLINE T exponentials(T* s, const row_keys& keys, double sink) const {
+  // are to be multiplied with. sink: natural units. soon: where the row's weights go, a key after the other, or NULL; its lines are
+  // asked for.
+  MH_INLINE T exponentials(T* s, const row_keys& keys, double sink, const T* soon) const {
     const vec<T> unseen(-infinity<T>);
     const auto score = [=]<int N>(int64_t k) MH_INLINE_LAMBDA {
       const vec<T> x = load(s + k);
@@ -104,6 +105,7 @@ struct weights_task {
       for (int i = 0; i < N; ++i) {
         of[i] = score.template operator()<N>(k + i * w);
         x[i] = (of[i] - high) * scale;
+        if (asks_ahead && soon != nullptr) __builtin_prefetch(soon + k + i * w, 1);
       }
       exp2_of<T, N>(x);
 #pragma GCC unroll 8
@@ -163,8 +165,9 @@ struct weights_task {
       const int64_t head = kv_head * c.group + r.member;
       T* const s = kept_row<T>(c, task, kv_head, row);
       const row_keys keys = keys_of(r.query);
-      const T each = exponentials(s, keys, sink_of<T>(c, head, 0));
-      write_row(s, keys, outputs_of(head, r.query), each);
+      const outputs to = outputs_of(head, r.query);
+      const T each = exponentials(s, keys, sink_of<T>(c, head, 0), to.weights_stride == 1 ? to.weights : nullptr);
+      write_row(s, keys, to, each);
     }
   }
 
