@@ -10,6 +10,7 @@
 #include <iterator>
 #include <limits>
 #include <random>
+#include <set>
 #include <type_traits>
 #include <vector>
 
@@ -517,6 +518,40 @@ TEST_CASE("lines come in runs of those that lie side by side") {
   const line_run none = ahead.walk.run(8);  // one place for all that are wanted
   CHECK(none.step == 0);
   CHECK(none.count == 8);
+}
+
+TEST_CASE("each line of a mask that a panel needs is asked for, and of rows whole lines apart no other") {
+  alignas(64) static uint8_t mask[32 * 1024];
+  kernel_call c{};
+  c.group = 1;
+  c.prefetch = 1;
+  c.kv_len = 1000;
+  c.mask_strides[3] = 1;
+  const int64_t rows = 5, keys = 128;
+  for (const int64_t pitch : {0, 1000, 1001, 1024}) {
+    for (const int64_t off : {0, 16, 63}) {
+      for (const int64_t begin : {0, 128, 872}) {
+        CAPTURE(pitch);
+        CAPTURE(off);
+        CAPTURE(begin);
+        c.mask = mask + 64 + off;
+        c.mask_strides[2] = pitch;
+        panel<float> x{};
+        x.row = 3;
+        x.count = rows;
+        lines_ahead ahead;
+        ask_for_mask<float>(ahead, c, 0, 0, x, begin, begin + keys);
+        const auto line_of = [](const void* at) { return reinterpret_cast<uintptr_t>(at) / 64; };
+        std::set<uintptr_t> asked, needed;
+        for (ahead.walk.turn(); !ahead.walk.done(); ahead.walk.step()) asked.insert(line_of(ahead.walk.at));
+        for (int64_t row = x.row; row < x.row + (pitch == 0 ? 1 : rows); ++row) {
+          for (int64_t key = begin; key < begin + keys; ++key) needed.insert(line_of(c.mask + row * pitch + key));
+        }
+        CHECK(std::includes(asked.begin(), asked.end(), needed.begin(), needed.end()));
+        if (pitch % 64 == 0) CHECK(asked == needed);
+      }
+    }
+  }
 }
 
 TEST_CASE("results are asked for once, with the tile that few of the panel's keys follow") {

@@ -33,6 +33,7 @@ struct matrix_task {
   static constexpr int weight_parts = values::weight_parts(false);
   static constexpr int unit_keys = 2 * weight_pairs;  // weights that the unit takes at a time, of each row
   static_assert(word_keys == unit_rows, "a block of keys is a word of bits");
+  static_assert(!unit_asks_ahead || values::parts == 1, "it does more to scores of one part alone");
   static_assert(most_matrix_panels <= 32, "bits of `left`");
   static_assert(number::short_turn % unit_keys == 0 && unit_step % (2 * number::short_turn) == 0,
                 "turns leave no keys over");
@@ -141,7 +142,7 @@ struct matrix_task {
   static constexpr bool takes_product = Fast || rounds(false);
 
   // Scores of a job become weights, split or rounded, a vector of rows after the other. What is under way stays in
-  // registers for as long as a product takes.
+  // registers for as long as a product takes, but where that is a call.
   template <bool Fast>
   class weigher {
    public:
@@ -250,8 +251,8 @@ struct matrix_task {
     return max_of(0, min_of(lines / (panels * steps_of_panel()), most_lines) - matrix_unit::turn_lines);
   }
 
-  // A block of results, `to` = or += A B. Meanwhile, turn by turn, a panel is weighed and lines are asked for: first of what
-  // masks and biases say of the next panel.
+  // A block of results, `to` = or += A B. Meanwhile, turn by turn, a panel is weighed and lines are asked for, or by the product
+  // itself: first of what masks and biases say of the next panel.
   template <int Turn, class Weigher>
   MH_INLINE void multiply(const unit_a& a, const unit_b& b, const unit_terms& terms, const unit_extent& size, T* to,
                           bool add, Weigher& panel, const unit_scores& scores = {}) {
@@ -267,10 +268,11 @@ struct matrix_task {
       const int64_t more = asks_for_more && &from == &ahead ? more_lines : 0;
       const auto meanwhile = [&]() MH_INLINE_LAMBDA {
         weigh();
-        if constexpr (!asks_ahead) return;
+        if constexpr (asks_ahead) {
 #pragma GCC unroll 4
-        for (int i = 0; i < matrix_unit::turn_lines; ++i) next.step();
-        for (int64_t i = 0; i < more && !next.done(); ++i) next.step();
+          for (int i = 0; i < matrix_unit::turn_lines; ++i) next.step();
+          for (int64_t i = 0; i < more && !next.done(); ++i) next.step();
+        }
       };
       unit.product<typename values::format>(a, b, terms, size, to, width, add, meanwhile, scores);
       from.walk = next;
@@ -289,7 +291,7 @@ struct matrix_task {
 
   // Whether scores are weighed as the unit leaves them, which has multiplied them with the scale, closed those that rows do not see
   // and found the largest.
-  MH_INLINE bool stay(const job& j) const {
+  MH_INLINE bool done_by_unit(const job& j) const {
     return unit_finds_tops && !operands.leaves_out && !has_score_passes(c, j.view.adds_bias);
   }
 
@@ -299,9 +301,9 @@ struct matrix_task {
   MH_INLINE void multiply_scores(const job& j, job& meanwhile) {
     weigher<Fast> panel(*this, meanwhile);
     unit_scores scores;
-    if (stay(j)) {
-      scores = {scratch.tile_max, j.view.see == visibility::some ? j.view.words : nullptr,
-                static_cast<float>(c.q_scale)};
+    if (done_by_unit(j)) {
+      scores = {static_cast<float>(c.q_scale), j.view.see == visibility::some ? j.view.words : nullptr,
+                scratch.tile_max};
     }
     const unit_b q_at{reinterpret_cast<const uint32_t*>(j.x->q), operands.dim_steps * unit_block, unit_block};
     for (int64_t key = 0; key < j.keys; key += unit_rows) {
@@ -347,14 +349,14 @@ struct matrix_task {
     view.words += first / word_keys * width;
     if (__builtin_expect(operands.leaves_out, 0)) {
       change_closing(t, view, s);
-    } else if (!stay(j)) {
+    } else if (!done_by_unit(j)) {
       change_scores<T, NV, false, rounds(false)>(c, row_changes, t, view, s, scratch.tile_max, c.q_scale);
     }
     if (keeps_scores(c)) keep_panel<T>(c, task, t, s, width);
     if (operands.leaves_out) find_left_rows(j, first, t.keys(), s);
     for (int64_t i = t.keys() * width; i < unit_rows * width; i += w) vec<T>(-infinity<T>).store_aligned(s + i);
-    const bool only_maxima = !has_score_passes(c, j.view.adds_bias) && j.view.see != visibility::some;
-    lap(task.clock, only_maxima ? phase_softmax : phase_mask);
+    const bool has_passes = has_score_passes(c, j.view.adds_bias) || j.view.see == visibility::some;
+    lap(task.clock, has_passes && !done_by_unit(j) ? phase_mask : phase_softmax);
   }
 
   // With biases that close scores that are NaN, too.

@@ -13,10 +13,11 @@
 // AMX has eight tile registers of 16 x 64 bytes: 2 x 2 of results, 2 of A, 2 of B; four products of 16 cycles a step
 // against four loads of 8.
 //
-// VDPBF16PS adds the product of two pairs to each float of a vector. Register budget for 12 rows: 24 of results + 2 of B (4 at
-// the end) + 1 broadcast pair of A = 27 (29) of 32; 24 VDPBF16PS against 14 loads, so that multiplying is the bound where two of each begin in
-// a cycle (Zen 5: twice the multiply-adds of FMA). A is read pair by pair, so that it may lie anywhere, V
-// need not be transposed, and no row and no pair is multiplied that is not there.
+// VDPBF16PS adds the product of two pairs to each float of a vector. Register budget for 12 rows: 24 of results + 2 of B
+// + 1 broadcast pair of A = 27 of 32; 24 VDPBF16PS against 14 loads and a line asked for, so that multiplying is the bound where two of
+// each begin in a cycle (Zen 5: twice the multiply-adds of FMA). At the end B takes 4, and scores that are closed 2 of maxima + 2 of
+// words + -inf: the maxima wait on the stack then. A is read pair by pair, so that it may lie anywhere, V need not be transposed, and no
+// row and no pair is multiplied that is not there.
 //
 // BFMMLA adds a 2 x 4 times a 4 x 2 product to 2 x 2 results. Both operands lie as it takes them, [lines / 8][8][8][4]:
 // of 8 rows or columns, four values of each after the other. Register budget for 8 x 8 results: 16 of results + 4 of A
@@ -53,12 +54,12 @@ struct unit_extent {
 };
 
 // What else is done to results of one part that are not added, with unit_finds_tops, in this order. All are multiplied with `scale`.
-// open[32], if given: bit r of a column's word tells whether row r of it counts; others become -inf. top[32], if given: raised to
-// the largest of each column.
+// open[32], if given: bit r of a column's word tells whether row r of it counts; others become -inf. top[32]: raised to the largest of
+// each column; it may be NULL where neither of the others is asked for.
 struct unit_scores {
-  float* top = nullptr;
-  const uint32_t* open = nullptr;
   float scale = 1;
+  const uint32_t* open = nullptr;
+  float* top = nullptr;
 };
 
 MH_INLINE int64_t steps_of(int64_t sums) { return (sums + unit_step - 1) / unit_step; }
@@ -334,7 +335,7 @@ class matrix_unit {
         for (int64_t left = size.rows; left > 0; meanwhile()) {
           const int64_t count = at_once(left);
           if (ahead != nullptr) asking = ahead->empty() ? asks::nothing : asks::lines;
-          rows_of[static_cast<int>(asking)][static_cast<int>(kind)][at.pairs >= 2][count](at);
+          rows_of[static_cast<int>(asking)][static_cast<int>(kind)][at.pairs >= 2].of[count](at);
           asking = asks::nothing;
           at.a += count * at.row;
           at.c += count * c_stride;
@@ -347,7 +348,7 @@ class matrix_unit {
   }
 
  private:
-  enum class result { set, set_with_tops, set_open, set_scaled, added };  // each does what those before do
+  enum class result { set, set_with_tops, set_open, set_scaled, added };  // `set_` each do what those before do
   enum class asks { nothing, lines, words };  // for lines of `ahead`; for B, `weights_ahead` on, as the layer does
 
   // Rows, of one part of each operand; distances of A in bytes.
@@ -463,28 +464,33 @@ class matrix_unit {
   template <int M, result Kind, asks Asks>
   static constexpr asks needed =
       Asks != asks::words || (M > 2 && (Kind == result::set || Kind == result::added)) ? Asks : asks::nothing;
+  struct rows_fns {
+    rows_fn of[most_rows + 1];  // by their number
+  };
   template <asks Asks, result Kind, int Last>
-  static constexpr rows_fn up_to_most[most_rows + 1] = {nullptr,
-                                                        rows<1, Kind, 0, needed<1, Kind, Asks>>,
-                                                        rows<2, Kind, 0, needed<2, Kind, Asks>>,
-                                                        rows<3, Kind, 0, needed<3, Kind, Asks>>,
-                                                        rows<4, Kind, Last, needed<4, Kind, Asks>>,
-                                                        rows<5, Kind, Last, needed<5, Kind, Asks>>,
-                                                        rows<6, Kind, Last, needed<6, Kind, Asks>>,
-                                                        rows<7, Kind, Last, needed<7, Kind, Asks>>,
-                                                        rows<8, Kind, Last, needed<8, Kind, Asks>>,
-                                                        rows<9, Kind, Last, needed<9, Kind, Asks>>,
-                                                        rows<10, Kind, Last, needed<10, Kind, Asks>>,
-                                                        rows<11, Kind, Last, needed<11, Kind, Asks>>,
-                                                        rows<12, Kind, Last, needed<12, Kind, Asks>>};
-  template <asks Asks, result Kind>
-  static constexpr const rows_fn* of_kind[2] = {up_to_most<Asks, Kind, 0>, up_to_most<Asks, Kind, 2>};
-  template <asks Asks>
-  static constexpr const rows_fn* const* of_asking[5] = {
-      of_kind<Asks, result::set>, of_kind<Asks, result::set_with_tops>, of_kind<Asks, result::set_open>,
-      of_kind<Asks, result::set_scaled>, of_kind<Asks, result::added>};
-  static constexpr const rows_fn* const* const* rows_of[3] = {of_asking<asks::nothing>, of_asking<asks::lines>,
-                                                              of_asking<asks::words>};
+  static constexpr rows_fns up_to_most = {
+      {nullptr, rows<1, Kind, 0, needed<1, Kind, Asks>>, rows<2, Kind, 0, needed<2, Kind, Asks>>,
+       rows<3, Kind, 0, needed<3, Kind, Asks>>, rows<4, Kind, Last, needed<4, Kind, Asks>>,
+       rows<5, Kind, Last, needed<5, Kind, Asks>>, rows<6, Kind, Last, needed<6, Kind, Asks>>,
+       rows<7, Kind, Last, needed<7, Kind, Asks>>, rows<8, Kind, Last, needed<8, Kind, Asks>>,
+       rows<9, Kind, Last, needed<9, Kind, Asks>>, rows<10, Kind, Last, needed<10, Kind, Asks>>,
+       rows<11, Kind, Last, needed<11, Kind, Asks>>, rows<12, Kind, Last, needed<12, Kind, Asks>>}};
+  static constexpr rows_fns rows_of[3][5][2] = {
+      {{up_to_most<asks::nothing, result::set, 0>, up_to_most<asks::nothing, result::set, 2>},
+       {up_to_most<asks::nothing, result::set_with_tops, 0>, up_to_most<asks::nothing, result::set_with_tops, 2>},
+       {up_to_most<asks::nothing, result::set_open, 0>, up_to_most<asks::nothing, result::set_open, 2>},
+       {up_to_most<asks::nothing, result::set_scaled, 0>, up_to_most<asks::nothing, result::set_scaled, 2>},
+       {up_to_most<asks::nothing, result::added, 0>, up_to_most<asks::nothing, result::added, 2>}},
+      {{up_to_most<asks::lines, result::set, 0>, up_to_most<asks::lines, result::set, 2>},
+       {up_to_most<asks::lines, result::set_with_tops, 0>, up_to_most<asks::lines, result::set_with_tops, 2>},
+       {up_to_most<asks::lines, result::set_open, 0>, up_to_most<asks::lines, result::set_open, 2>},
+       {up_to_most<asks::lines, result::set_scaled, 0>, up_to_most<asks::lines, result::set_scaled, 2>},
+       {up_to_most<asks::lines, result::added, 0>, up_to_most<asks::lines, result::added, 2>}},
+      {{up_to_most<asks::words, result::set, 0>, up_to_most<asks::words, result::set, 2>},
+       {up_to_most<asks::words, result::set_with_tops, 0>, up_to_most<asks::words, result::set_with_tops, 2>},
+       {up_to_most<asks::words, result::set_open, 0>, up_to_most<asks::words, result::set_open, 2>},
+       {up_to_most<asks::words, result::set_scaled, 0>, up_to_most<asks::words, result::set_scaled, 2>},
+       {up_to_most<asks::words, result::added, 0>, up_to_most<asks::words, result::added, 2>}}};
 };
 
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)

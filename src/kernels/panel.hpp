@@ -258,10 +258,13 @@ MH_INLINE void ask_for_terms(lines_ahead& ahead, const kernel_call& c, const voi
   const int64_t members = strides[1] == 0 ? 1 : c.group;
   for (int64_t member = 0; member < members; ++member) {
     const int64_t at_row = batch * strides[0] + (kv_head * c.group + member) * strides[1] + first * strides[2];
-    // From a whole line on; which row begins where in a line varies unless they are whole lines apart.
     const char* const from = static_cast<const char*>(base) + (at_row + begin) * size;
-    const int64_t to_row = max_of(1, strides[2]) * size, in_line = reinterpret_cast<uintptr_t>(from) % 64;
-    ahead.add({from - in_line, to_row, keys * size + (to_row % 64 == 0 ? static_cast<int64_t>(in_line) : 63), queries});
+    // From a whole line on, but rows that are not whole lines apart may begin anywhere in one.
+    const int64_t to_row = strides[2] * size;
+    const bool alike = queries == 1 || to_row % 64 == 0;
+    const int64_t before = alike ? static_cast<int64_t>(reinterpret_cast<uintptr_t>(from) % 64) : 0;
+    const int64_t bytes = keys * size + (alike ? before : 63);
+    ahead.add({from - before, queries == 1 ? bytes : to_row, bytes, queries});
   }
 }
 

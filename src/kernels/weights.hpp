@@ -105,7 +105,8 @@ struct weights_task {
       for (int i = 0; i < N; ++i) {
         of[i] = score.template operator()<N>(k + i * w);
         x[i] = (of[i] - high) * scale;
-        if (asks_ahead && soon != nullptr) __builtin_prefetch(soon + k + i * w, 1);
+        if (asks_ahead && soon != nullptr && i * w * static_cast<int64_t>(sizeof(T)) % 64 == 0)
+          __builtin_prefetch(soon + k + i * w, 1);
       }
       exp2_of<T, N>(x);
 #pragma GCC unroll 8
@@ -166,7 +167,8 @@ struct weights_task {
       T* const s = kept_row<T>(c, task, kv_head, row);
       const row_keys keys = keys_of(r.query);
       const outputs to = outputs_of(head, r.query);
-      const T each = exponentials(s, keys, sink_of<T>(c, head, 0), to.weights_stride == 1 ? to.weights : nullptr);
+      const T each =
+          exponentials(s, keys, sink_of<T>(c, head, 0), c.prefetch && to.weights_stride == 1 ? to.weights : nullptr);
       write_row(s, keys, to, each);
     }
   }
