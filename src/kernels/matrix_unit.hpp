@@ -331,12 +331,12 @@ class matrix_unit {
                             : scores.open != nullptr ? result::set_open
                             : scores.top != nullptr  ? result::set_with_tops
                                                      : result::set;
-        asks asking = Layer ? asks::words : asks::nothing;
         for (int64_t left = size.rows; left > 0; meanwhile()) {
           const int64_t count = at_once(left);
-          if (ahead != nullptr) asking = ahead->empty() ? asks::nothing : asks::lines;
-          rows_of[static_cast<int>(asking)][static_cast<int>(kind)][at.pairs >= 2].of[count](at);
-          asking = asks::nothing;
+          const asks asking = ahead != nullptr && !ahead->empty() ? asks::lines
+                              : Layer && at.first == 0            ? asks::words
+                                                                  : asks::nothing;
+          rows_of[static_cast<int>(asking)].of_kind[static_cast<int>(kind)].with_last[at.pairs >= 2].of[count](at);
           at.a += count * at.row;
           at.c += count * c_stride;
           at.first += static_cast<int>(count);
@@ -467,6 +467,12 @@ class matrix_unit {
   struct rows_fns {
     rows_fn of[most_rows + 1];  // by their number
   };
+  struct kind_fns {
+    rows_fns with_last[2];  // without and with pairs that go row by row
+  };
+  struct asks_fns {
+    kind_fns of_kind[5];
+  };
   template <asks Asks, result Kind, int Last>
   static constexpr rows_fns up_to_most = {
       {nullptr, rows<1, Kind, 0, needed<1, Kind, Asks>>, rows<2, Kind, 0, needed<2, Kind, Asks>>,
@@ -475,22 +481,14 @@ class matrix_unit {
        rows<7, Kind, Last, needed<7, Kind, Asks>>, rows<8, Kind, Last, needed<8, Kind, Asks>>,
        rows<9, Kind, Last, needed<9, Kind, Asks>>, rows<10, Kind, Last, needed<10, Kind, Asks>>,
        rows<11, Kind, Last, needed<11, Kind, Asks>>, rows<12, Kind, Last, needed<12, Kind, Asks>>}};
-  static constexpr rows_fns rows_of[3][5][2] = {
-      {{up_to_most<asks::nothing, result::set, 0>, up_to_most<asks::nothing, result::set, 2>},
-       {up_to_most<asks::nothing, result::set_with_tops, 0>, up_to_most<asks::nothing, result::set_with_tops, 2>},
-       {up_to_most<asks::nothing, result::set_open, 0>, up_to_most<asks::nothing, result::set_open, 2>},
-       {up_to_most<asks::nothing, result::set_scaled, 0>, up_to_most<asks::nothing, result::set_scaled, 2>},
-       {up_to_most<asks::nothing, result::added, 0>, up_to_most<asks::nothing, result::added, 2>}},
-      {{up_to_most<asks::lines, result::set, 0>, up_to_most<asks::lines, result::set, 2>},
-       {up_to_most<asks::lines, result::set_with_tops, 0>, up_to_most<asks::lines, result::set_with_tops, 2>},
-       {up_to_most<asks::lines, result::set_open, 0>, up_to_most<asks::lines, result::set_open, 2>},
-       {up_to_most<asks::lines, result::set_scaled, 0>, up_to_most<asks::lines, result::set_scaled, 2>},
-       {up_to_most<asks::lines, result::added, 0>, up_to_most<asks::lines, result::added, 2>}},
-      {{up_to_most<asks::words, result::set, 0>, up_to_most<asks::words, result::set, 2>},
-       {up_to_most<asks::words, result::set_with_tops, 0>, up_to_most<asks::words, result::set_with_tops, 2>},
-       {up_to_most<asks::words, result::set_open, 0>, up_to_most<asks::words, result::set_open, 2>},
-       {up_to_most<asks::words, result::set_scaled, 0>, up_to_most<asks::words, result::set_scaled, 2>},
-       {up_to_most<asks::words, result::added, 0>, up_to_most<asks::words, result::added, 2>}}};
+  template <asks Asks, result Kind>
+  static constexpr kind_fns rows_of_kind = {{up_to_most<Asks, Kind, 0>, up_to_most<Asks, Kind, 2>}};
+  template <asks Asks>
+  static constexpr asks_fns rows_that_ask = {
+      {rows_of_kind<Asks, result::set>, rows_of_kind<Asks, result::set_with_tops>, rows_of_kind<Asks, result::set_open>,
+       rows_of_kind<Asks, result::set_scaled>, rows_of_kind<Asks, result::added>}};
+  static constexpr asks_fns rows_of[] = {rows_that_ask<asks::nothing>, rows_that_ask<asks::lines>,
+                                         rows_that_ask<asks::words>};
 };
 
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
