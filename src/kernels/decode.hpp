@@ -95,8 +95,9 @@ struct decode_task : step_weights<D> {
     no_gaps = c.k_strides[2] == side_by_side * c.head_dim && c.v_strides[2] == side_by_side * c.v_dim;
     // With gaps where a head's part of what they have of a turn lies in one row (next_turn).
     in_order = c.asks_in_order && (no_gaps || (take_turns() && heads % c.k_turn == 0 && heads % c.v_turn == 0));
-    k_turn = in_order ? c.k_turn : usual_k_turn;
-    v_turn = in_order ? c.v_turn : usual_v_turn;
+    // Turns are short for the order of memory, or, where nothing is asked for, for L1.
+    k_turn = in_order || !c.prefetch ? c.k_turn : usual_k_turn;
+    v_turn = in_order || !c.prefetch ? c.v_turn : usual_v_turn;
   }
 
   // The key that a task begins with.
