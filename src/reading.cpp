@@ -107,12 +107,13 @@ bool adds_rows(cpu_core core, const plan& plan) {
 // memory (by tasks of all heads, or of so many that a head's part lies in one row) and comes from there, up to four rows have
 // shorter turns, nearer to that order: on Zen 5, 53 shapes of 1 to 16 rows and 2 to 64 heads of 64 to 128, f32, bf16 and f16,
 // 1.35 times as fast on one thread as with own rows asked for in usual turns, 1.25 on two (0.94 to 1.86), AVX2 1.41 and 1.30;
-// in the order of memory alone 1.05 to 1.45, more than four rows 0.95 to 1.46. Of 16 bits and 2 KB in rows of all heads 8 keys
-// are best (with 16 0.85 to 1.0 times as fast, 4 0.95 to 1.0), of 512 bytes 32 (8 0.84), of f32 and 4 KB 4 (8 0.85, 2 1.0), of
-// 16 KB 2 (4 0.75); three and four rows 8 (4 0.7 to 1.08), but four of f32 and up to 4 KB 4 with AVX-512 (8 heads of 128 and 12 of
-// 64 1.09 to 1.21, 16 of 64 0.99 to 1.06; of 5 and 8 KB 0.93 to 1.05, AVX2 0.81 to 0.93): two turns, Q and scores fill L1. From L3
-// these were 0.65 to 1.1, and turns of 64 keys, where they bring no more than 256 KB, 1.04 on one thread and two (19 shapes, 0.95
-// to 1.25; of 512 KB 0.77 to 1.0).
+// in the order of memory alone 1.05 to 1.45, more than four rows 0.95 to 1.46. How short: about 16 KB of all heads, but no less than
+// 1 KB of a head, one and two rows: 23 shapes of 4 to 64 heads of 32 to 512, 34 to 134 MB, half as much of a head 0.78 to 1.0,
+// twice as much 0.64 to 1.0 (16 KB alone, with 2 keys from 16 KB on and else 4, 0.75 to 1.0 where it is less or more). With AVX2
+// 2 keys of 16 bits 0.75 to 0.79 of 4. Three and four rows 8 (4 0.7 to 1.08), but four of f32 and up to 4 KB 4 with AVX-512 (8 heads
+// of 128 and 12 of 64 1.09 to 1.21, 16 of 64 0.99 to 1.06; of 5 and 8 KB 0.93 to 1.05, AVX2 0.81 to 0.93): two turns, Q and scores
+// fill L1. From L3 these were 0.65 to 1.1, and turns of 64 keys, where they bring no more than 256 KB, 1.04 on one thread and two
+// (19 shapes, 0.95 to 1.25; of 512 KB 0.77 to 1.0).
 void set_turns(plan& plan, bool from_memory) {
   const problem& p = plan.p;
   const int64_t rows = p.rows(), element = dtype_size(p.dtype);
@@ -126,7 +127,10 @@ void set_turns(plan& plan, bool from_memory) {
   }
   if (rows > 2 && element > 4) return;  // 0.74 to 0.9
   const bool four_in_l1 = rows == 4 && element == 4 && bytes <= 4096 && plan.table->lanes >= 16;
-  const int64_t least = rows > 2 && !four_in_l1 ? 8 : bytes > 8192 ? 2 : 4;
+  const int64_t most_of_head = 1448 * p.kv_heads / bytes;
+  const auto of_head = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(most_of_head)));
+  const int64_t few = element == 2 && plan.table->lanes < 16 ? 4 : 2;
+  const int64_t least = rows <= 2 ? std::max(of_head, few) : four_in_l1 ? std::max<int64_t>(of_head, 4) : 8;
   const auto fitting = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(16384 / bytes)));
   plan.v_turn = std::clamp(fitting, least, plan.v_turn);
   plan.k_turn = std::min(plan.k_turn, plan.v_turn);
