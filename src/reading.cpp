@@ -132,7 +132,7 @@ void set_turns(plan& plan, bool from_memory) {
   const int64_t few = element == 2 && plan.table->lanes < 16 ? 4 : 2;
   const int64_t least = rows <= 2 ? std::max(of_head, few) : four_in_l1 ? std::max<int64_t>(of_head, 4) : 8;
   const auto fitting = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(16384 / bytes)));
-  plan.v_turn = std::clamp(fitting, least, plan.v_turn);
+  plan.v_turn = std::min(std::max(fitting, least), plan.v_turn);
   plan.k_turn = std::min(plan.k_turn, plan.v_turn);
 }
 

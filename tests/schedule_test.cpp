@@ -194,7 +194,13 @@ TEST_CASE("heads side by side take turns where K and V are not in L2, in as few 
   CHECK(in_order("bf16 b1 h8/8 q1 kv8192 d64 bshd") == keys{16, 16});
   CHECK(in_order("bf16 b1 h8/8 q1 kv8192 d128 bshd") == keys{8, 8});
   CHECK(in_order("f32 b1 h12 q1 kv8192 d64 bshd") == keys{4, 4});
+  // No less than a kilobyte of a head.
   CHECK(in_order("f32 b1 h32 q1 kv8192 d64 bshd") == keys{4, 4});
+  CHECK(in_order("f32 b1 h16 q1 kv8192 d128 bshd") == keys{2, 2});
+  CHECK(in_order("f32 b1 h32 q1 kv8192 d32 bshd") == keys{8, 8});
+  CHECK(in_order("f32 b1 h8 q1 kv8192 d512 bshd") == keys{2, 2});
+  CHECK(in_order("bf16 b1 h32 q1 kv8192 d64 bshd") == keys{8, 8});
+  CHECK(in_order("f32 b1 h32 q4 kv8192 d32 bshd") == keys{8, 8});
   CHECK(in_order("f32 b1 h32 q2 kv8192 d128 bshd") == keys{2, 2});
   CHECK(in_order("f32 b1 h32 q3 kv8192 d128 bshd") == keys{8, 8});
   CHECK(in_order("f32 b1 h8 q4 kv8192 d128 bshd") == (current_isa().lanes >= 16 ? keys{4, 4} : keys{8, 8}));
@@ -209,13 +215,46 @@ TEST_CASE("heads side by side take turns where K and V are not in L2, in as few 
   CHECK(plan_of("f32 b1 h64 q4 kv1024 d64 bshd").heads_at_once == 32);
   CHECK(plan_of("f32 b1 h200 q1 kv1024 d64 bshd").heads_at_once == 128);
   const auto tasks = [](const char* line, int64_t workers) { return schedule(plan_of(line), workers).tasks(); };
-  CHECK(tasks("f32 b1 h12 q1 kv1024 d64 bshd", 1) == 2);  // chunks of 512 keys
+  CHECK(tasks("f32 b1 h12 q1 kv1024 d64 bshd", 1) == 2);      // chunks of 512 keys
+  CHECK(tasks("f32 b1 h12 q1 kv2100 d64 bshd", 2) == 5);      // the fifth is a tenth of the others
+  CHECK(tasks("f32 b1 h12 q1 kv1600 d64 bshd", 2) == 4 * 2);  // else one of two gets 1024 keys
+  CHECK(tasks("f32 b1 h12 q1 kv600 d64 bshd", 2) == 2 * 2);
+  CHECK(tasks("f32 b5 h12 q1 kv700 d64 bshd", 2) == 5 * 2);
   CHECK(tasks("f32 b1 h12 q1 kv1024 d64 bshd", 2) == 2);
   CHECK(tasks("f32 b1 h12 q1 kv1500 d64 bshd", 2) == 3 * 2);  // else one of two gets two of three
   CHECK(tasks("f32 b1 h12 q1 kv1500 d64 bshd", 3) == 3);
   CHECK(tasks("f32 b3 h12 q1 kv512 d64 bshd", 2) == 3 * 2);
   CHECK(tasks("f32 b1 h12 q1 kv1024 d64 bshd", 64) == 2 * 12);
   CHECK(tasks("f32 b1 h12 q1 kv65536 d64 bshd", 64) == 128);
+}
+
+TEST_CASE("heads side by side take turns in the caches where L1 would lose their rows before their time") {
+  using keys = std::pair<int64_t, int64_t>;
+  const auto turns_of = [](const char* line, int64_t l2_bytes, cpu_core core = cpu_core::zen5) {
+    const plan p = make_plan(problem_of(line), current_isa(), l2_bytes, core, 1024 * l2);
+    return keys{p.k_turn, p.v_turn};
+  };
+  constexpr int64_t large = 64 * l2;
+  constexpr keys none{0, 0}, usual{16, 32};
+  const bool wide = current_isa().lanes >= 16;
+  // Rows of whole 4096 bytes.
+  CHECK(turns_of("f32 b1 h16 q1 kv64 d64 bshd", large) == keys{8, 16});
+  CHECK(turns_of("f32 b1 h8 q3 kv64 d128 bshd", large) == keys{8, 16});
+  CHECK(turns_of("f32 b1 h16 q4 kv64 d64 bshd", large) == none);
+  CHECK(turns_of("f32 b1 h16 q1 kv4096 d64 bshd", l2) == keys{8, 16});
+  CHECK(turns_of("bf16 b1 h32 q1 kv64 d64 bshd", large) == usual);
+  CHECK(turns_of("bf16 b1 h32 q2 kv64 d64 bshd", large) == none);
+  // Of others.
+  CHECK(turns_of("f32 b1 h12 q1 kv64 d64 bshd", large) == none);
+  CHECK(turns_of("f32 b1 h12 q3 kv64 d64 bshd", large) == usual);
+  CHECK(turns_of("bf16 b1 h12 q3 kv64 d64 bshd", large) == none);
+  if (wide) {  // five rows are no decode step on less
+    CHECK(turns_of("f32 b1 h16 q5 kv64 d64 bshd", large) == keys{8, 32});
+    CHECK(turns_of("f32 b1 h12 q5 kv64 d64 bshd", large) == usual);
+    CHECK(turns_of("f32 b1 h12 q6 kv64 d64 bshd", large) == none);
+  }
+  CHECK(turns_of("f32 b1 h16 q1 kv64 d64", large) == none);
+  CHECK(turns_of("f32 b1 h16 q1 kv64 d64 bshd", large, cpu_core::other) == none);
 }
 
 TEST_CASE("on few threads heads come one after another, the longest task of each first") {

@@ -36,8 +36,7 @@ struct decode_task : step_weights<D> {
   using typename base::T;
 
   static constexpr bool may_ask_own = many_registers && !widens;
-  // Sums of more than four rows end at multiples of keys_at_once, which turns may not cut.
-  static_assert(usual_v_turn % base::keys_at_once == 0);
+  static constexpr int64_t least_ahead = 16384;  // bytes
 
   positions at;
   tile_view last_view;                     // of the tile by the head looked at last
@@ -51,6 +50,7 @@ struct decode_task : step_weights<D> {
   T shifts_of_rows[most_rows_at_once];     // [heads][rows]: maxima of rows that lie far from 0 (far.hpp), of others 0
   uint32_t wanted = ~0U;                   // rows of a head whose results count, the same
   int64_t k_turn, v_turn;                  // keys of a turn, where heads take turns
+  int64_t parts_more;                      // next_turn
 
   MH_INLINE void carve(carver& from, int64_t head_count, int64_t head_rows) {
     base::carve(from, head_count, head_rows);
@@ -93,11 +93,15 @@ struct decode_task : step_weights<D> {
     heads = count;
     const int64_t side_by_side = take_turns() ? heads : 1;
     no_gaps = c.k_strides[2] == side_by_side * c.head_dim && c.v_strides[2] == side_by_side * c.v_dim;
-    // With gaps where a head's part of what they have of a turn lies in one row (next_turn).
-    in_order = c.asks_in_order && (no_gaps || (take_turns() && heads % c.k_turn == 0 && heads % c.v_turn == 0));
+    // With gaps where a head's part of what they have of a turn lies in one row (next_turn), which turns may be cut for.
+    const int64_t fitting = no_gaps ? c.v_turn : heads & -heads, shortest = has_pairs && c.unit_steps ? 16 : 8;
+    in_order = c.asks_in_order && (no_gaps || (take_turns() && fitting >= min_of(c.k_turn, shortest)));
     // Turns are short for the order of memory, or, where nothing is asked for, for L1.
-    k_turn = in_order || !c.prefetch ? c.k_turn : usual_k_turn;
-    v_turn = in_order || !c.prefetch ? c.v_turn : usual_v_turn;
+    const bool usual = !in_order && c.prefetch;
+    k_turn = usual ? usual_k_turn : in_order ? min_of(c.k_turn, fitting) : c.k_turn;
+    v_turn = usual ? usual_v_turn : in_order ? min_of(c.v_turn, fitting) : c.v_turn;
+    const int64_t part_bytes = max_of(1, c.head_dim * k_turn * static_cast<int64_t>(sizeof(typename D::storage)));
+    parts_more = heads * part_bytes > least_ahead ? 0 : max_of(1, least_ahead / part_bytes - heads);
   }
 
   // The key that a task begins with.
@@ -113,10 +117,11 @@ struct decode_task : step_weights<D> {
   // Where heads lie side by side: so that a line, and a page, is read for all of them at about the same time.
   MH_INLINE bool take_turns() const { return c.k_turn > 0 && heads > 1; }
   // What head h asks for where its rows of this turn, of so many keys, begin at x: its own usual_k_turn further on; or, in the
-  // order of memory, the h-th part of what the task's heads have of the next turn.
+  // order of memory, the h-th part of what the task's heads have of the next turn, or `parts_more` of them further on: the first
+  // head's last row is in a part that is asked for just before. On Zen 5 without more parts 0.89 to 0.98 of the speed, up to 16 KB.
   MH_INLINE rows_at<D> next_turn(rows_at<D> x, int64_t h, int64_t keys, int64_t dim) const {
     if (!in_order) return x.from(usual_k_turn);
-    const int64_t before = h * keys, row = before / heads;  // in rows of a head, and of all heads
+    const int64_t before = (h + parts_more) * keys, row = before / heads;  // in rows of a head, and of all heads
     return {x.from(keys + row).base + (before - row * heads - h) * dim, dim};
   }
 

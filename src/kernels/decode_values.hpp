@@ -196,16 +196,19 @@ struct step_values : step_scores<D> {
 
   // A tile's keys from `first` on. With more than four rows, which mostly take several passes, a few of them at a time, each few a
   // sum of their own, so that their rows of V stay in L1 for the next pass. In one pass by pairs too, for the same bits whatever
-  // way a head takes.
+  // way a head takes. A sum may take several turns.
   template <bool Careful, asks For, class E>
   __attribute__((noinline)) void add_all(int64_t h, int64_t first, rows_at<E> v, int64_t keys, bool last, soon next) {
     const bool one_pass = rows <= most_rows;
     const int64_t step = one_pass ? keys : keys_at_once;
     for (int64_t i = 0; i < keys; i += step) {
-      const bool begins = first + i == 0;
+      const int64_t at = first + i, count = min_of(step, keys - i);
+      const bool begins = at == 0, goes_on = at % keys_at_once != 0;
+      const bool ends = (at + count) % keys_at_once == 0 || (last && i + count == keys);
       add_all_rows<Careful, paired<E> ? most_rows_of_pairs : most_rows, For>(
-          h * padded_rows, (h + 1) * padded_rows, first + i, v.from(i), min_of(step, keys - i),
-          one_pass ? part{!begins, last, started[h]} : part{false, true, started[h] || !begins}, next.from(i));
+          h * padded_rows, (h + 1) * padded_rows, at, v.from(i), count,
+          one_pass ? part{!begins, last, started[h]} : part{goes_on, ends, started[h] || at >= keys_at_once},
+          next.from(i));
     }
     started[h] = started[h] || last;
   }
