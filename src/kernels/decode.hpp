@@ -160,7 +160,9 @@ struct decode_task : step_weights<D> {
   };
 
   // Three rows take two passes over K and V, four take one.
-  MH_INLINE bool adds_row() const { return c.adds_rows && heads == 1 && rows % most_rows == most_rows - 1; }
+  MH_INLINE bool adds_row() const {
+    return c.adds_rows && (heads == 1 || (in_order && k_turn >= usual_k_turn)) && rows % most_rows == most_rows - 1;
+  }
 
   // 16 rows and 8 KB: half and twice as much are slower.
   static MH_INLINE rows_at<D> further_on(rows_at<D> rows, int64_t dim) {
