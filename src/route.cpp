@@ -41,9 +41,12 @@ double decode_gain(const problem& p, int64_t lanes) {
 // Whether the decode route is the faster one. A second vector of rows takes the tile route half as long as the first. Of more
 // than 16 rows those that fill no vector are left to decode (last_rows_of), which in f32 is faster than all of them: on Zen 4,
 // heads of 64 to 256, 17 to 24 rows 0.94 to 1.23, geometric mean 1.04 (bf16, whose K and V the tile route copies, 0.87 to 1.01).
-bool goes_to_decode(const problem& p, int64_t lanes) {
+// Nor on Zen 5, in f16, are they so soon even: 0.15 more rows 1.03 to 1.26 times as fast (7 sizes of heads of 32 to 256, 0.96 to 0.97
+// in three places).
+bool goes_to_decode(const problem& p, int64_t lanes, cpu_core core) {
   const int64_t rows = p.rows();
-  const double even = even_rows(p, lanes) * decode_gain(p, lanes);
+  const bool widened = lanes == 16 && dtype_size(p.dtype) == 2 && core == cpu_core::zen5;
+  const double even = even_rows(p, lanes) * (widened ? 1.15 : decode_gain(p, lanes));
   if (rows > most_decode_rows) return false;
   if (rows <= lanes) return static_cast<double>(rows) <= even;
   const bool second = lanes == 8 || (lanes == 16 && dtype_size(p.dtype) == 2);
@@ -164,8 +167,8 @@ bool last_by_pairs(const plan& plan) {
 // 17 to 144 rows and heads of 32 to 128, f32 with AVX-512 1 row 1.23 to 1.33 times as fast as a vector of it, 4 rows 1.18 to
 // 1.27, 8 rows 1.04 to 1.23; AVX2 1 row 1.1 to 1.36, 4 rows 1.03 to 1.17; bf16 on VDPBF16PS, 129 rows 1.2, 136 1.06 to 1.14,
 // 577 1.05 to 1.07. They were even at 8, 12 and 14 rows of heads of 32, 64 and 128, on AVX2 at 4, 6 and 7. Elsewhere, where
-// a second vector costs less (two of 16 lanes are multiplied a cycle, or a unit of tiles), it is unmeasured: fewer rows, and
-// none of vectors of 4 and 2.
+// a second vector costs less (two of 16 lanes are multiplied a cycle, or a unit of tiles), fewer rows, and none of vectors of 4 and
+// 2: on Zen 5, f32 and heads of 64 to 256, 7 and 8 rows 1.03 to 1.12 (of 64 keys 0.94), 9 0.97 to 1.03, 10 0.94; others are unmeasured.
 int64_t last_rows_of(const plan& plan, int64_t lanes, cpu_core core) {
   const problem& p = plan.p;
   const bool matrix = plan.kernel == route_matrix;
@@ -175,7 +178,8 @@ int64_t last_rows_of(const plan& plan, int64_t lanes, cpu_core core) {
   const int64_t last = rows % grain;
   if (last_by_pairs(plan)) return last <= (has_whole_steps(plan.p) ? 24 : 17) ? last : 0;
   const bool measured = core == cpu_core::zen4 || plan.table->lanes == 8;
-  double most = (measured ? 0.75 : 0.5) * even_rows(p, lanes);
+  double most = (measured ? 0.75 : core == cpu_core::zen5 ? 0.6 : 0.5) * even_rows(p, lanes);
+  if (core == cpu_core::zen5 && !measured) most = std::min(most, 8.0);
   if (matrix && !measured) most = std::min(most, plan.table->dtype[p.dtype].matrix_rows / 3.0);
   return static_cast<double>(last) <= most ? last : 0;
 }
@@ -190,7 +194,7 @@ void choose_route(plan& plan, double pairs, cpu_core core) {
   plan.unit_steps = steps_on_unit(p, kernels);
   plan.kernel = plan.unit_steps                               ? route_decode
                 : has_unit && goes_to_unit(p, kernels, pairs) ? route_matrix
-                : goes_to_decode(p, lanes)                    ? route_decode
+                : goes_to_decode(p, lanes, core)              ? route_decode
                                                               : route_tile;
   const bool by_tiles = plan.unit_steps && kernels.unit_steps == steps_of_tiles;
   plan.block_kv = by_tiles                      ? unit_rows

@@ -313,6 +313,26 @@ TEST_CASE("few rows decode, more of them the larger the head") {
   }
 }
 
+TEST_CASE("on Zen 5 more rows decode: in 16 bits with AVX-512 alone, and the last of many") {
+  if (current_isa().lanes < 16) return;
+  const auto plan_on = [](const char* line, cpu_core core) {
+    return make_plan(problem_of(line), current_isa(), l2, core);
+  };
+  for (const char* line : {"f16 b1 h8 q13 kv24 d64", "f16 b1 h8 q16 kv24 d128", "f16 b1 h8 q26 kv24 d128"}) {
+    if (plan_on(line, cpu_core::other).unit_steps || plan_on(line, cpu_core::other).kernel == route_matrix) continue;
+    CHECK(plan_on(line, cpu_core::zen5).kernel == route_decode);
+    CHECK(plan_on(line, cpu_core::other).kernel == route_tile);
+  }
+  CHECK(plan_on("f32 b1 h8 q16 kv40 d128", cpu_core::zen5).kernel == route_tile);
+  const auto last_rows = [&](const char* line, cpu_core core) { return plan_on(line, core).last_rows; };
+  if (plan_on("f32 b1 h8 q24 kv40 d128", cpu_core::other).kernel != route_tile) return;
+  CHECK(last_rows("f32 b1 h8 q24 kv40 d128", cpu_core::zen4) == 8);
+  CHECK(last_rows("f32 b1 h8 q24 kv40 d128", cpu_core::zen5) == 8);
+  CHECK(last_rows("f32 b1 h8 q24 kv40 d128", cpu_core::other) == 0);
+  CHECK(last_rows("f32 b1 h8 q25 kv40 d256", cpu_core::zen4) == 9);
+  CHECK(last_rows("f32 b1 h8 q25 kv40 d256", cpu_core::zen5) == 0);
+}
+
 TEST_CASE("K and V are copied only where kernels cannot read them in place, or only with L1 misses") {
   for (const char* line :
        {"f32 b1 h2 q100 kv100 d64", "f32 b1 h2 q100 kv100 d64 bshd", "f64 b1 h2 q100 kv100 d24 strides=packed",
