@@ -127,8 +127,8 @@ void set_turns(plan& plan, bool from_memory) {
   }
   if (rows > 2 && element > 4) return;  // 0.74 to 0.9
   const bool four_in_l1 = rows == 4 && element == 4 && bytes <= 4096 && plan.table->lanes >= 16;
-  const int64_t most_of_head = 1448 * p.kv_heads / bytes;
-  const auto of_head = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(most_of_head)));
+  const int64_t keys_of_head = 1448 / (bytes / p.kv_heads);
+  const auto of_head = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(keys_of_head)));
   const int64_t few = element == 2 && plan.table->lanes < 16 ? 4 : 2;
   const int64_t least = rows <= 2 ? std::max(of_head, few) : four_in_l1 ? std::max<int64_t>(of_head, 4) : 8;
   const auto fitting = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(16384 / bytes)));
@@ -154,7 +154,7 @@ void set_turns_in_caches(plan& plan, bool in_l2) {
   const bool shares = share_sets(plan.p), odd = rows % 2 != 0;
   if (!is_widened(plan.p) && shares && rows % 4 != 0) {
     plan.k_turn = usual_k_turn / 2;
-    plan.v_turn = rows <= 4 ? usual_v_turn / 2 : usual_v_turn;  // decode_values.hpp: add_all
+    plan.v_turn = usual_v_turn / 2;
   } else if (in_l2 && odd && (is_widened(plan.p) ? shares : rows > 1)) {
     plan.k_turn = usual_k_turn;
     plan.v_turn = usual_v_turn;

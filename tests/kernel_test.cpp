@@ -690,7 +690,10 @@ TEST_CASE("heads that share a task have the bits that they have alone") {
       if (table->dtype[MH_DTYPE_BF16].unit_steps == steps_of_pairs && dtype == std::string("bf16"))
         shapes.push_back(" b2 h7 q7 kv100 d32");
       // Of more heads than a task takes: turns of V, and of K, that are shorter than a sum.
-      if (table->lanes >= 16) shapes.insert(shapes.end(), {" b1 h32 q5 kv150 d64 bshd", " b1 h16 q9 kv150 d64 bshd"});
+      if (table->lanes >= 16)
+        shapes.insert(shapes.end(),
+                      {" b1 h32 q5 kv150 d64 bshd", " b1 h16 q9 kv150 d64 bshd", " b1 h16 q7 kv150 d64 bshd",
+                       " b1 h18 q7 kv150 d64 bshd"});  // one of zeros more would be 8 x 16 rows, and 8 x 18: too many
       for (const char* shape : shapes) {
         const std::string line = dtype + std::string(shape) + " mask lse";
         CAPTURE(line);

@@ -249,7 +249,7 @@ TEST_CASE("heads side by side take turns in the caches where L1 would lose their
   CHECK(turns_of("f32 b1 h12 q3 kv64 d64 bshd", large) == usual);
   CHECK(turns_of("bf16 b1 h12 q3 kv64 d64 bshd", large) == none);
   if (wide) {  // five rows are no decode step on less
-    CHECK(turns_of("f32 b1 h16 q5 kv64 d64 bshd", large) == keys{8, 32});
+    CHECK(turns_of("f32 b1 h16 q5 kv64 d64 bshd", large) == keys{8, 16});
     CHECK(turns_of("f32 b1 h12 q5 kv64 d64 bshd", large) == usual);
     CHECK(turns_of("f32 b1 h12 q6 kv64 d64 bshd", large) == none);
   }

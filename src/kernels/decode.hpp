@@ -159,9 +159,10 @@ struct decode_task : step_weights<D> {
     }
   };
 
-  // Three rows take two passes over K and V, four take one.
+  // Three rows take two passes over K and V, four take one. Of heads in short turns 0.77 to 0.9.
   MH_INLINE bool adds_row() const {
-    return c.adds_rows && (heads == 1 || (in_order && k_turn >= usual_k_turn)) && rows % most_rows == most_rows - 1;
+    const bool in_long_turns = in_order && k_turn >= usual_k_turn && heads * (rows + 1) <= most_rows_at_once;
+    return c.adds_rows && (heads == 1 || in_long_turns) && rows % most_rows == most_rows - 1;
   }
 
   // 16 rows and 8 KB: half and twice as much are slower.
