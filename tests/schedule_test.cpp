@@ -200,7 +200,7 @@ TEST_CASE("heads side by side take turns where K and V are not in L2, in as few 
   CHECK(in_order("f32 b1 h32 q1 kv8192 d32 bshd") == keys{8, 8});
   CHECK(in_order("f32 b1 h8 q1 kv8192 d512 bshd") == keys{2, 2});
   CHECK(in_order("bf16 b1 h32 q1 kv8192 d64 bshd") == keys{8, 8});
-  CHECK(in_order("f32 b1 h32 q4 kv8192 d32 bshd") == keys{8, 8});
+  if (current_isa().lanes > 4) CHECK(in_order("f32 b1 h32 q4 kv8192 d32 bshd") == keys{8, 8});
   CHECK(in_order("f32 b1 h32 q2 kv8192 d128 bshd") == keys{2, 2});
   CHECK(in_order("f32 b1 h32 q3 kv8192 d128 bshd") == keys{8, 8});
   CHECK(in_order("f32 b1 h8 q4 kv8192 d128 bshd") == (current_isa().lanes >= 16 ? keys{4, 4} : keys{8, 8}));
