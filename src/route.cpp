@@ -41,7 +41,7 @@ double decode_gain(const problem& p, int64_t lanes) {
 // Whether the decode route is the faster one. A second vector of rows takes the tile route half as long as the first. Of more
 // than 16 rows those that fill no vector are left to decode (last_rows_of), which in f32 is faster than all of them: on Zen 4,
 // heads of 64 to 256, 17 to 24 rows 0.94 to 1.23, geometric mean 1.04 (bf16, whose K and V the tile route copies, 0.87 to 1.01).
-// Nor on Zen 5, in f16, are they so soon even: 0.15 more rows 1.03 to 1.26 times as fast (7 sizes of heads of 32 to 256, 0.96 to 0.97
+// Nor on Zen 5, in f16, are they so soon even: 15 % more rows 1.03 to 1.26 times as fast (7 sizes of heads of 32 to 256, 0.96 to 0.97
 // in three places).
 bool goes_to_decode(const problem& p, int64_t lanes, cpu_core core) {
   const int64_t rows = p.rows();
@@ -178,8 +178,8 @@ int64_t last_rows_of(const plan& plan, int64_t lanes, cpu_core core) {
   const int64_t last = rows % grain;
   if (last_by_pairs(plan)) return last <= (has_whole_steps(plan.p) ? 24 : 17) ? last : 0;
   const bool measured = core == cpu_core::zen4 || plan.table->lanes == 8;
-  double most = (measured ? 0.75 : core == cpu_core::zen5 ? 0.6 : 0.5) * even_rows(p, lanes);
-  if (core == cpu_core::zen5 && !measured) most = std::min(most, 8.0);
+  const double even = even_rows(p, lanes);
+  double most = measured ? 0.75 * even : core == cpu_core::zen5 ? std::min(0.6 * even, 8.0) : 0.5 * even;
   if (matrix && !measured) most = std::min(most, plan.table->dtype[p.dtype].matrix_rows / 3.0);
   return static_cast<double>(last) <= most ? last : 0;
 }

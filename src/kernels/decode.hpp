@@ -93,7 +93,8 @@ struct decode_task : step_weights<D> {
     heads = count;
     const int64_t side_by_side = take_turns() ? heads : 1;
     no_gaps = c.k_strides[2] == side_by_side * c.head_dim && c.v_strides[2] == side_by_side * c.v_dim;
-    // With gaps where a head's part of what they have of a turn lies in one row (next_turn), which turns may be cut for.
+    // With gaps where a head's part of what they have of a turn lies in one row (next_turn), which turns may be cut for:
+    // by pairs to a block of scores, else to 8 keys, as shorter ones are slower than no order.
     const int64_t fitting = no_gaps ? c.v_turn : heads & -heads, shortest = has_pairs && c.unit_steps ? 16 : 8;
     in_order = c.asks_in_order && (no_gaps || (take_turns() && fitting >= min_of(c.k_turn, shortest)));
     // Turns are short for the order of memory, or, where nothing is asked for, for L1.
