@@ -97,11 +97,12 @@ bool has_heads_for(how_unit_steps how, const problem& p) {
 // and 2 rows 0.8 to 1.0, from L3 1.05 to 1.2: lines asked for come too late then (docs/experiments.md). Heads that are not a
 // multiple of 32, of which some is multiplied with zeros (40 to 112): 1 to 8 rows and 24 keys and more 1.0 to 1.6, 16 keys 0.94
 // to 1.17, 8 and 12 keys 0.84 to 1.1; beside the matrix route 12 and 20 rows 1.0 (40) to 1.3, 24 rows 0.84 to 1.1. On
-// Zen 5 one row 0.9 to 1.25, two 0.87 to 1.05, three and four 1.05 to 1.35, six to 12 1.3 to 1.5, 16 to 28 1.6 to 1.95.
-bool steps_by_pairs(const problem& p) {
+// Zen 5 one row 0.9 to 1.25, two 0.87 to 1.05, three and four 1.05 to 1.35, six to 12 1.3 to 1.5, 16 to 28 1.6 to 1.95; beside
+// the matrix route, 24 to 1024 keys, 24 rows 1.05 to 1.19, 26 rows 0.9 to 1.05, 28 rows 0.83 to 0.96.
+bool steps_by_pairs(const problem& p, const dtype_kernels& kernels, cpu_core core) {
   constexpr int64_t few_keys = 16;
-  const bool whole = has_whole_steps(p);
-  const int64_t most_rows = whole ? 28 : 20, most_rows_of_few_keys = whole ? 8 : 0;
+  const bool whole = has_whole_steps(p), panel_is_sooner = core == cpu_core::zen5 && p.kv_len >= kernels.matrix_keys;
+  const int64_t most_rows = !whole ? 20 : panel_is_sooner ? 25 : 28, most_rows_of_few_keys = whole ? 8 : 0;
   return p.rows() <= (p.kv_len < few_keys ? most_rows_of_few_keys : most_rows);
 }
 
@@ -111,9 +112,9 @@ bool steps_by_pairs(const problem& p) {
 // rows 0.41 to 0.77, 12 and 16 rows 0.47 to 0.73, 20 rows 0.7 to 1.0, 24 rows 0.82 to 1.12, 28 rows 0.88 to 1.13; 16 keys 0.85 to
 // 1.15, 24 keys 0.71 to 0.98. From L3, 3 rows 0.8, 4 rows 0.94 to 0.97, 6 rows 0.66. Heads of 256 from L3: 3 rows 1.06, 4 rows
 // 1.15 to 1.27, 6 rows 0.87, 12 rows 0.94, 20 rows 1.08. f16 on a unit that has it: unmeasured, taken as bf16.
-bool steps_on_unit(const problem& p, const dtype_kernels& kernels) {
+bool steps_on_unit(const problem& p, const dtype_kernels& kernels, cpu_core core) {
   if (!has_heads_for(static_cast<how_unit_steps>(kernels.unit_steps), p) || !unit_takes_scores(p)) return false;
-  if (kernels.unit_steps == steps_of_pairs) return steps_by_pairs(p);
+  if (kernels.unit_steps == steps_of_pairs) return steps_by_pairs(p, kernels, core);
   const int64_t rows = p.rows();
   const bool large = p.head_dim + p.v_dim > 256;
   return rows >= (large ? 6 : 3) && rows <= (large ? 16 : 24) && p.kv_len >= kernels.matrix_keys;
@@ -157,6 +158,10 @@ bool needs_copy(const problem& p, route kernel, int64_t lanes) {
 // Whether the last rows of a head go by pairs (steps_by_pairs). Zen 4, bf16, 33 to 155 tokens, heads of 64 and 128: 1 row 0.98 to
 // 1.01 times as fast as by multiply-adds, 5 to 13 1.02 to 1.23, and beside the unit's panels 17 rows 1.07 to 1.17, 23 1.02 to 1.05,
 // 27 0.94 to 0.99. Heads of 40 to 112: 5 to 17 rows 1.01 to 1.13, 20 rows 0.93 to 1.06, 23 0.87 to 0.99.
+// On Zen 5 a panel of 16 rows or less (matrix.hpp: columns_of) or more is sooner even, behind 32 rows: of heads up to 64 the last
+// 8 rows are by pairs 1.02 to 1.2 times as fast, 10 rows 0.9 to 1.07, 12 rows 0.85 to 1.03, 16 rows 0.83 to 0.97, 20 rows 0.86 to
+// 1.05, 24 rows 0.83 to 0.98; of heads of 128 12 rows 1.02 to 1.1, 14 rows 0.98 to 1.05, 16 rows 0.96 to 0.99, 20 rows 1.06 to 1.08,
+// 24 rows 0.98 to 1.02.
 bool last_by_pairs(const plan& plan) {
   return plan.kernel == route_matrix && has_heads_for(steps_of_pairs, plan.p) &&
          plan.table->dtype[plan.p.dtype].unit_steps == steps_of_pairs;
@@ -176,7 +181,13 @@ int64_t last_rows_of(const plan& plan, int64_t lanes, cpu_core core) {
   // Not by strides, on which no bit of a result depends.
   if (plan.kernel == route_decode || shorter_than(p, lanes) || rows < grain || lanes <= 4) return 0;
   const int64_t last = rows % grain;
-  if (last_by_pairs(plan)) return last <= (has_whole_steps(plan.p) ? 24 : 17) ? last : 0;
+  if (last_by_pairs(plan)) {
+    const bool whole = has_whole_steps(p), large = whole && p.head_dim + p.v_dim > 2 * 64;
+    const bool by_pairs = core != cpu_core::zen5 ? last <= (whole ? 24 : 17)
+                          : large                ? last <= 13 || (last > unit_rows / 2 && last < 24)
+                                                 : last <= 11;
+    return by_pairs ? last : 0;
+  }
   const bool measured = core == cpu_core::zen4 || plan.table->lanes == 8;
   const double even = even_rows(p, lanes);
   double most = measured ? 0.75 * even : core == cpu_core::zen5 ? std::min(0.6 * even, 8.0) : 0.5 * even;
@@ -191,7 +202,7 @@ void choose_route(plan& plan, double pairs, cpu_core core) {
   const int64_t lanes = plan.lanes();
   const dtype_kernels& kernels = plan.table->dtype[p.dtype];
   const bool has_unit = kernels.attention[route_matrix] != nullptr;
-  plan.unit_steps = steps_on_unit(p, kernels);
+  plan.unit_steps = steps_on_unit(p, kernels, core);
   plan.kernel = plan.unit_steps                               ? route_decode
                 : has_unit && goes_to_unit(p, kernels, pairs) ? route_matrix
                 : goes_to_decode(p, lanes, core)              ? route_decode

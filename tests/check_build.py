@@ -73,11 +73,11 @@ TILE_ROWS = {"avx512": {3: 8, 2: 12, 1: 16}, "avx2": {2: 6, 1: 8}}
 TILE_ROWS["neon"] = TILE_ROWS["avx512"]
 WITHOUT_LOOPS = ("sse2", "amx", "amx_fp16")  # that has no FMAs, and these multiply tiles
 # Instructions of the unit in the innermost loops of its products (src/kernels/matrix_unit.hpp): BFMMLA for 8 x 8
-# results, VDPBF16PS for 1 to 12 rows of two vectors, and one that adds up a pair of weights (plus_pair,
-# src/kernels/unit_number.hpp); and of steps by pairs (score_pairs, src/kernels/decode_scores.hpp,
+# results, VDPBF16PS for 1 to 12 rows of two vectors and 1 to 16 of one, and one that adds up a pair of weights
+# (plus_pair, src/kernels/unit_number.hpp); and of steps by pairs (score_pairs, src/kernels/decode_scores.hpp,
 # 8 keys and 4 of 1 to 8 rows; add_values, src/kernels/decode_values.hpp, 1 to 4 rows of 1 to 4 pairs of vectors).
 UNIT_INSTRUCTIONS = ("bfmmla", "vdpbf16ps")
-UNIT_LOOPS = {"neon_bf16": {16}, "avx512_bf16": {1, *range(2, 25, 2)}}
+UNIT_LOOPS = {"neon_bf16": {16}, "avx512_bf16": {*range(1, 17), *range(2, 25, 2)}}
 PAIR_LOOPS = {"avx512_bf16": {2, 4, 6, 8, 12, 16, 32, 64}}
 SUMS = "vaddvq"  # of a vector's lanes: once a row
 ADD_SIGNED = "3"  # the mode of the rare second try of a panel: its masks do not all fit into registers, and need not

@@ -333,6 +333,35 @@ TEST_CASE("on Zen 5 more rows decode: in 16 bits with AVX-512 alone, and the las
   CHECK(last_rows("f32 b1 h8 q25 kv40 d256", cpu_core::zen5) == 0);
 }
 
+TEST_CASE("few rows go by pairs, on Zen 5 fewer of them") {
+  const auto plan_on = [](const std::string& line, cpu_core core) {
+    return make_plan(problem_of(line), current_isa(), l2, core);
+  };
+  if (!plan_on("bf16 b1 h8 q1 kv64 d64", cpu_core::other).unit_steps) return;
+  const auto route = [&](const char* rows, cpu_core core, const char* dim = "64") {
+    return plan_on(std::string("bf16 b1 h8 q") + rows + " kv64 d" + dim, core).kernel;
+  };
+  CHECK((route("25", cpu_core::zen5) == route_decode && route("26", cpu_core::zen5) == route_matrix));
+  CHECK((route("28", cpu_core::zen4) == route_decode && route("29", cpu_core::zen4) == route_matrix));
+  for (const cpu_core core : {cpu_core::zen4, cpu_core::zen5})
+    CHECK((route("20", core, "80") == route_decode && route("21", core, "80") == route_matrix));
+  // Behind a panel of 32.
+  const auto last = [&](int64_t rows, cpu_core core, const char* dim) {
+    return plan_on("bf16 b1 h8 q" + std::to_string(32 + rows) + " kv64 d" + dim, core).last_rows;
+  };
+  struct limit {
+    const char* dim;
+    int64_t zen4, zen5;
+  };
+  for (const limit& x : {limit{"64", 24, 11}, limit{"80", 17, 11}, limit{"128", 24, 13}}) {
+    CHECK((last(x.zen4, cpu_core::zen4, x.dim) == x.zen4 && last(x.zen4 + 1, cpu_core::zen4, x.dim) == 0));
+    CHECK((last(x.zen5, cpu_core::zen5, x.dim) == x.zen5 && last(x.zen5 + 1, cpu_core::zen5, x.dim) == 0));
+  }
+  // Of large heads those that would not nearly fill a whole panel, either.
+  CHECK((last(17, cpu_core::zen5, "128") == 17 && last(23, cpu_core::zen5, "128") == 23));
+  CHECK((last(16, cpu_core::zen5, "128") == 0 && last(24, cpu_core::zen5, "128") == 0));
+}
+
 TEST_CASE("K and V are copied only where kernels cannot read them in place, or only with L1 misses") {
   for (const char* line :
        {"f32 b1 h2 q100 kv100 d64", "f32 b1 h2 q100 kv100 d64 bshd", "f64 b1 h2 q100 kv100 d24 strides=packed",

@@ -179,8 +179,15 @@ void check_products(uint16_t (*narrow)(float)) {
                                     {9, 34},
                                     {3, 2},
                                     {2, 66},
-                                    {1, 32}}) {
+                                    {1, 32},
+                                    {rows, 66, 16},
+                                    {31, 34, 9},
+                                    {17, 2, 17},
+                                    {16, 32, 1},
+                                    {7, 66, 16},
+                                    {1, 2, 2}}) {
       const int64_t depth = round_up<unit_grain.sums>(size.sums);
+      const int64_t columns_done = unit_takes_halves && size.columns <= rows / 2 ? rows / 2 : rows;
       std::vector<float> want(static_cast<size_t>(rows * rows));
       for (int64_t m = 0; m < rows; ++m) {
         for (int64_t column = 0; column < rows; ++column) {
@@ -216,6 +223,7 @@ void check_products(uint16_t (*narrow)(float)) {
           const bool closes = finds && asked.closes;
           const float scale = finds ? asked.scale : 1;
           const auto result = [&](int64_t row, int64_t column) {
+            if (column >= columns_done) return 0.0F;
             const bool is_open = !closes || (open[column] >> row & 1U) != 0;
             return is_open ? scale * want[static_cast<size_t>(row * rows + column)] : -infinity<float>;
           };
@@ -230,7 +238,8 @@ void check_products(uint16_t (*narrow)(float)) {
           bool same = true;
           for (int64_t column = 0; column < rows; ++column) {
             float largest = top_before(column);
-            for (int64_t m = 0; finds && m < size.rows; ++m) largest = std::max(largest, result(m, column));
+            for (int64_t m = 0; finds && column < columns_done && m < size.rows; ++m)
+              largest = std::max(largest, result(m, column));
             same = same && top[column] == largest;
           }
           for (int64_t m = 0; m < rows; ++m) {

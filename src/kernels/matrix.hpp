@@ -48,8 +48,14 @@ struct matrix_task {
     alignas(64) T sum[w] = {};    // of the weights so far, of the vector of rows that is under way: row_sum
     alignas(64) T total[w] = {};  // and row_total
     uint32_t* weights = nullptr;  // [weight_parts] of weight_part, in blocks: B of the values
-    int64_t l = width, key = 0;   // what is weighed next: a vector of rows, from this key on; all is: l = width
+    int64_t columns = width;      // of scores that are rows, or may be
+    int64_t l = width, key = 0;   // what is weighed next: a vector of rows, from this key on; all is: l = columns
   };
+
+  // Those of the unit's columns that are rows of a panel, or all.
+  static MH_INLINE int64_t columns_of(const panel<T>& x) {
+    return unit_takes_halves && x.count <= width / 2 ? width / 2 : width;
+  }
 
   const kernel_call& c;
   const kernel_task& task;
@@ -149,6 +155,7 @@ struct matrix_task {
     MH_INLINE weigher(const matrix_task& m, job& j)
         : of(j),
           part(m.weight_part),
+          end(j.columns),
           l(j.l),
           key(j.key),
           scale(static_cast<T>(m.c.exp_scale)),
@@ -156,7 +163,7 @@ struct matrix_task {
           total(vec<T>::load_aligned(j.total)) {
       if (!is_done()) look_up_top();
     }
-    MH_INLINE bool is_done() const { return l == width; }
+    MH_INLINE bool is_done() const { return l == end; }
     MH_INLINE bool is_at_multiple_of(int64_t keys) const { return key % keys == 0; }
 
     // The next keys. Sums are added one by one, or pair by pair, so that they are the same however keys are cut.
@@ -222,7 +229,7 @@ struct matrix_task {
     }
 
     job& of;
-    const int64_t part;
+    const int64_t part, end;
     int64_t l, key;
     const vec<T> scale;
     vec<T> sum, total, top;
@@ -309,7 +316,7 @@ struct matrix_task {
     for (int64_t key = 0; key < j.keys; key += unit_rows) {
       unit_a k_at = operands.keys;
       k_at.base += (j.first + key) * k_at.row;
-      const unit_extent size{min_of(j.t.keys() - key, unit_rows), operands.score_sums()};
+      const unit_extent size{min_of(j.t.keys() - key, unit_rows), operands.score_sums(), j.columns};
       multiply<Turn>(k_at, q_at, number::scores(Fast), size, j.scores + key * width, false, panel, scores);
       if (scores.open != nullptr) scores.open += width;
       lap(task.clock, phase_scores);
@@ -324,7 +331,7 @@ struct matrix_task {
     const unit_b weights_at{j.weights, weight_part, unit_block};
     weigher<Fast> panel(*this, meanwhile);
     for (int64_t d = 0; d < operands.v_rows; d += unit_rows) {
-      const unit_extent size{min_of(c.v_dim - d, unit_rows), j.t.keys()};
+      const unit_extent size{min_of(c.v_dim - d, unit_rows), j.t.keys(), j.columns};
       multiply<Turn>(operands.values_from(j.first, d), weights_at, values::terms(Fast), size, j.x->out + d * width,
                      j.x->started, panel);
     }
@@ -426,7 +433,7 @@ struct matrix_task {
       }
       left |= static_cast<uint32_t>(!usual) << i;
       if (!x.packed) {
-        left |= static_cast<uint32_t>(!operands.pack_rows(x)) << i;
+        left |= static_cast<uint32_t>(!operands.pack_rows(x, columns_of(x))) << i;
         left_rows[i] |= operands.left_out_rows;
         x.packed = true;
         lap(task.clock, phase_pack);
@@ -435,6 +442,7 @@ struct matrix_task {
       next->x = &x;
       next->t = t;
       next->view = view;
+      next->columns = columns_of(x);
       next->first = t.begin - begin;
       next->keys = round_up<unit_step>(t.keys());
       next->scores = scratch.scores + count % 2 * job_keys * width;

@@ -15,7 +15,6 @@ struct matrix_operands {
   using storage = typename D::storage;
   using values = typename unit_number<D>::values;
   static constexpr int64_t w = lanes<T>;
-  static constexpr int64_t width = unit_rows;
   static constexpr int64_t piece = 2 * w;  // values of a vector of words
   static_assert(unit_step % piece == 0, "a step is whole vectors of words");
   alignas(64) static constexpr storage no_key[w] = {};
@@ -144,13 +143,13 @@ struct matrix_operands {
     }
   }
 
-  // Q^T of a panel: B of the scores. False: not for the unit.
-  __attribute__((noinline)) bool pack_rows(const panel<T>& x) {
+  // Q^T of a panel, so many columns of it: B of the scores. False: not for the unit.
+  __attribute__((noinline)) bool pack_rows(const panel<T>& x, int64_t columns) {
     rows_seen seen;
     left_out_rows = 0;
     row_walk<const storage> r = rows_of_q<D>(c, task.batch, kv_head, x.row);
     auto* to = reinterpret_cast<uint32_t*>(x.q);
-    for (int64_t l0 = 0; l0 < width; l0 += w) {
+    for (int64_t l0 = 0; l0 < columns; l0 += w) {
       const storage* from[w] = {};
       const int64_t count = max_of(0, min_of(w, x.count - l0));
       for (int64_t l = 0; l < count; ++l, r.step(c)) {

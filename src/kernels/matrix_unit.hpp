@@ -15,7 +15,8 @@
 //
 // VDPBF16PS adds the product of two pairs to each float of a vector. Register budget for 12 rows: 24 of results + 2 of B
 // + 1 broadcast pair of A = 27 of 32; 24 VDPBF16PS against 14 loads and a line asked for, so that multiplying is the bound where two of
-// each begin in a cycle (Zen 5: twice the multiply-adds of FMA). At the end B takes 4, and scores that are closed 2 of maxima + 2 of
+// each begin in a cycle (Zen 5: twice the multiply-adds of FMA). Of half the columns 16 rows at a time: 16 VDPBF16PS against 17
+// loads, 0.56 to 0.6 of the time of whole ones with all that is done besides (Zen 5, heads of 32 to 128; 12 rows at a time 0.59 to 0.63). At the end B takes 4, and scores that are closed 2 of maxima + 2 of
 // words + -inf: the maxima wait on the stack then. A is read pair by pair, so that it may lie anywhere, V need not be transposed, and no
 // row and no pair is multiplied that is not there.
 //
@@ -47,10 +48,11 @@ struct unit_b {
   int64_t part, step;  // distances, in words
 };
 
-// What counts of a product: rows of A, at most unit_rows, and values along the sum. A unit may do more, up to whole
-// unit_grain; what it multiplies then behind the values along the sum are zeros, and nobody looks at more rows.
+// What counts of a product: rows of A, at most unit_rows, values along the sum, and columns of B. A unit may do more, up to whole
+// unit_grain; what it multiplies then behind the values along the sum are zeros, and nobody looks at more rows. One that
+// unit_takes_halves does the first half of the columns alone if no more count: results of the others are 0, or as they were.
 struct unit_extent {
-  int64_t rows, sums;
+  int64_t rows, sums, columns = unit_rows;
 };
 
 // What else is done to results of one part that are not added, with unit_finds_tops, in this order. All are multiplied with `scale`.
@@ -84,6 +86,7 @@ inline constexpr int unit_parts = 1;
 inline constexpr unit_extent unit_grain = {8, unit_step};
 inline constexpr bool unit_takes_memory = false;
 inline constexpr bool unit_takes_columns = false;
+inline constexpr bool unit_takes_halves = false;
 inline constexpr bool unit_finds_tops = false;
 inline constexpr bool unit_asks_ahead = false;
 // FMA does 4 rows at a time where the unit does 32 columns whatever their number: an estimate from the instructions of both
@@ -127,10 +130,12 @@ MH_INLINE void put_weights(uint32_t* b, int64_t column, int64_t k, const word_ve
 inline constexpr bool unit_takes_memory = true;  // rows of A anywhere, the values of a step side by side
 #if MH_UNIT_COLUMNS
 inline constexpr bool unit_takes_columns = true;  // and pairs anywhere, rows side by side: V need not be transposed
+inline constexpr bool unit_takes_halves = true;   // of columns
 inline constexpr bool unit_finds_tops = true;     // the largest results of each column, which it holds in registers
 inline constexpr unit_extent unit_grain = {1, 2};
 #else
 inline constexpr bool unit_takes_columns = false;
+inline constexpr bool unit_takes_halves = false;
 inline constexpr bool unit_finds_tops = false;
 inline constexpr unit_extent unit_grain = {unit_rows, unit_step};
 #endif
@@ -143,9 +148,10 @@ inline constexpr bool unit_asks_ahead = false;
 inline constexpr int unit_parts = 3;
 #endif
 #if defined(__AVX512BF16__)
-// On Zen 5, 8 heads of 16, 32, 64 and 128, 32 to 256 keys: 16 rows 0.77 to 1.25, 20 rows 1.06 to 1.76, but 16 keys 0.67 to 0.92.
+// On Zen 5, 8 heads of 16, 32, 64 and 128, 32 to 256 keys: 16 rows 0.77 to 1.25, 20 rows 1.06 to 1.76, but 16 keys 0.67 to 0.92,
+// and 28 to 31 rows and keys 1.1 to 1.37.
 template <int Parts>
-inline constexpr unit_size unit_least = {17, 32};
+inline constexpr unit_size unit_least = {17, 28};
 // On Zen 4 one row is 1.0 to 1.36 times as fast as with FMAs, and more are 1.5 to 2.8 times as fast
 // (docs/performance-other-cpus.md). So all rows, which then have the same bits whatever their number. Of the sum all at once: pieces
 // of 24 KB, for an L1 of 32, 0.8 to 1.0, with 768 numbers and more than 4 rows 0.8 to 0.98.
@@ -312,6 +318,7 @@ class matrix_unit {
   MH_INLINE void product(const unit_a& a, const unit_b& b, const unit_terms& terms, const unit_extent& size, float* c,
                          int64_t c_stride, bool add, Meanwhile meanwhile, const unit_scores& scores = {},
                          lines_ahead* ahead = nullptr) const {
+    const bool halved = !Layer && size.columns <= unit_rows / 2;
     for (int i = 0; i < terms.a_parts; ++i) {
       for (int j = 0; j < terms.b_parts[i]; ++j) {
         stretch at{reinterpret_cast<const char*>(a.base + i * a.part),
@@ -332,11 +339,14 @@ class matrix_unit {
                             : scores.top != nullptr  ? result::set_with_tops
                                                      : result::set;
         for (int64_t left = size.rows; left > 0; meanwhile()) {
-          const int64_t count = at_once(left);
+          const int64_t count = at_once(left, halved ? most_of_half : most_rows);
           const asks asking = ahead != nullptr && !ahead->empty() ? asks::lines
                               : Layer && at.first == 0            ? asks::words
                                                                   : asks::nothing;
-          rows_of[static_cast<int>(asking)].of_kind[static_cast<int>(kind)].with_last[at.pairs >= 2].of[count](at);
+          const rows_fn* const fns =
+              halved ? halves[static_cast<int>(kind)].of
+                     : rows_of[static_cast<int>(asking)].of_kind[static_cast<int>(kind)].with_last[at.pairs >= 2].of;
+          fns[count](at);
           at.a += count * at.row;
           at.c += count * c_stride;
           at.first += static_cast<int>(count);
@@ -367,21 +377,22 @@ class matrix_unit {
   };
 
   // Of so many that are left: shared out, as few rows wait for their sums.
-  static MH_INLINE int64_t at_once(int64_t left) {
-    return left <= most_rows ? left : left >= 2 * most_rows ? most_rows : (left + 1) / 2;
+  static MH_INLINE int64_t at_once(int64_t left, int64_t most) {
+    return left <= most ? left : left >= 2 * most ? most : (left + 1) / 2;
   }
 
   // The first M of them. The `Last` pairs go row by row, each row stored before the next one is multiplied: with 24 stores
   // after all of them Zen 4 multiplied nothing for the 48 cycles that they take, of 400 or 800.
   // Not in line: the caller holds vectors too. Few arguments: what g++ 12 has no registers for it moves to others of vectors
   // and back, in the queue of the multiply-adds.
-  template <int M, result Kind, int Last, asks Asks>
+  // Vectors: of columns.
+  template <int M, result Kind, int Last, asks Asks, int Vectors = 2>
   static __attribute__((noinline)) void rows(const stretch& of) {
     const char *a = of.a, *b = of.b;
     const int64_t row = of.row, pair = of.pair;
     constexpr int half = (M + 1) / 2;
     __m512 sum[M][2];
-#pragma GCC unroll 12
+#pragma GCC unroll 16
     for (int m = 0; m < M; ++m) sum[m][0] = sum[m][1] = _mm512_setzero_ps();
     const char* a_high = a + half * row;
     const auto of_b = [&](int vector)
@@ -391,15 +402,16 @@ class matrix_unit {
       memcpy(&x, (m < half ? a : a_high) + m % half * row + from, sizeof(x));
       const auto both = reinterpret_cast<__m512bh>(_mm512_set1_epi32(x));
       sum[m][0] = _mm512_dpbf16_ps(sum[m][0], both, left);
-      sum[m][1] = _mm512_dpbf16_ps(sum[m][1], both, right);
+      if constexpr (Vectors == 2) sum[m][1] = _mm512_dpbf16_ps(sum[m][1], both, right);
     };
     for (int64_t left_over = of.pairs - Last; left_over > 0;) {
       line_run line{nullptr, 0, left_over};
       if constexpr (Asks == asks::lines) line = of.ahead->walk.run(left_over);
       left_over -= line.count;
       for (int64_t n = line.count; n > 0; --n) {
-        __m512bh left = of_b(0), right = of_b(1);
-        asm("" : "+v"(left), "+v"(right));  // else g++ 12 loads them for each of three rows
+        __m512bh left = of_b(0), right = Vectors == 2 ? of_b(1) : left;
+        asm("" : "+v"(left));  // else g++ 12 loads them for each of three rows
+        if constexpr (Vectors == 2) asm("" : "+v"(right));
         if constexpr (Asks == asks::lines) {
           __builtin_prefetch(line.at, 0, 2);
           line.at += line.step;
@@ -408,7 +420,7 @@ class matrix_unit {
           __builtin_prefetch(b + weights_ahead);
           __builtin_prefetch(b + weights_ahead + 64);
         }
-#pragma GCC unroll 12
+#pragma GCC unroll 16
         for (int m = 0; m < M; ++m) times(m, 0, left, right);
         a += pair;
         a_high += pair;
@@ -420,7 +432,7 @@ class matrix_unit {
 #pragma GCC unroll 2
     for (int k = 0; k < Last; ++k) {
       left[k] = of_b(2 * k);
-      right[k] = of_b(2 * k + 1);
+      if constexpr (Vectors == 2) right[k] = of_b(2 * k + 1);
     }
     constexpr bool adds = Kind == result::added;
     constexpr bool scales = Kind == result::set_scaled, closes = scales || Kind == result::set_open,
@@ -428,18 +440,18 @@ class matrix_unit {
     __m512 top[2] = {};
     __m512i open[2] = {};
 #pragma GCC unroll 2
-    for (int v = 0; has_tops && v < 2; ++v) {
+    for (int v = 0; has_tops && v < Vectors; ++v) {
       top[v] = _mm512_load_ps(of.top + 16 * v);
       open[v] = _mm512_set1_epi32(-1);
       if (closes && of.open != nullptr)
         open[v] = _mm512_srl_epi32(_mm512_load_si512(of.open + 16 * v), _mm_cvtsi32_si128(of.first));
     }
-#pragma GCC unroll 12
+#pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 2
       for (int k = 0; k < Last; ++k) times(m, k * pair, left[k], right[k]);
 #pragma GCC unroll 2
-      for (int v = 0; v < 2; ++v) {
+      for (int v = 0; v < Vectors; ++v) {
         if (scales) sum[m][v] = _mm512_mul_ps(sum[m][v], _mm512_set1_ps(of.scale));
         if (closes) {
           const __mmask16 closed = _mm512_testn_epi32_mask(open[v], _mm512_set1_epi32(1 << m));
@@ -448,18 +460,21 @@ class matrix_unit {
         put(c + 16 * v, sum[m][v], adds);
         top[v] = larger<float>(top[v], sum[m][v]);
       }
+      if (Vectors == 1 && !adds) put(c + 16, _mm512_setzero_ps(), false);
       c += of.c_row;
       asm volatile("" : "+r"(c)::"memory");  // else the compiler brings stores together, and takes all addresses before
     }
 #pragma GCC unroll 2
-    for (int v = 0; has_tops && v < 2; ++v) _mm512_store_ps(of.top + 16 * v, top[v]);
+    for (int v = 0; has_tops && v < Vectors; ++v) _mm512_store_ps(of.top + 16 * v, top[v]);
   }
   static MH_INLINE void put(float* c, __m512 x, bool add) {
     _mm512_store_ps(c, add ? _mm512_add_ps(_mm512_load_ps(c), x) : x);
   }
 
-  static constexpr int most_rows = 12;
+  static constexpr int most_rows = 12, most_of_half = 16;
   using rows_fn = void (*)(const stretch&);
+  template <int M, result Kind>
+  static constexpr rows_fn half = rows<M, Kind, 0, asks::nothing, 1>;
   // The layer stores and adds alone, and one row or two have no time to ask for words.
   template <int M, result Kind, asks Asks>
   static constexpr asks needed =
@@ -489,6 +504,17 @@ class matrix_unit {
        rows_of_kind<Asks, result::set_scaled>, rows_of_kind<Asks, result::added>}};
   static constexpr asks_fns rows_of[] = {rows_that_ask<asks::nothing>, rows_that_ask<asks::lines>,
                                          rows_that_ask<asks::words>};
+  // Of half the columns: a stretch of 10 rows, as 32 are shared out else, would wait for its sums.
+  struct half_fns {
+    rows_fn of[most_of_half + 1];
+  };
+  template <result Kind>
+  static constexpr half_fns half_of = {{nullptr, half<1, Kind>, half<2, Kind>, half<3, Kind>, half<4, Kind>,
+                                        half<5, Kind>, half<6, Kind>, half<7, Kind>, half<8, Kind>, half<9, Kind>,
+                                        half<10, Kind>, half<11, Kind>, half<12, Kind>, half<13, Kind>, half<14, Kind>,
+                                        half<15, Kind>, half<16, Kind>}};
+  static constexpr half_fns halves[] = {half_of<result::set>, half_of<result::set_with_tops>, half_of<result::set_open>,
+                                        half_of<result::set_scaled>, half_of<result::added>};
 };
 
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
@@ -559,6 +585,10 @@ class matrix_unit {
                lines_ahead* = nullptr) const {
     for (int64_t m = 0; m < size.rows; ++m) {
       for (int64_t n = 0; n < unit_rows; ++n) {
+        if (unit_takes_halves && n >= unit_rows / 2 && size.columns <= unit_rows / 2) {
+          if (!add) c[m * c_stride + n] = 0;
+          continue;
+        }
         double sum = add ? static_cast<double>(c[m * c_stride + n]) : 0.0;
         for (int i = 0; i < terms.a_parts; ++i) {
           for (int j = 0; j < terms.b_parts[i]; ++j) {
