@@ -244,56 +244,72 @@ struct matrix_operands {
     return {base + d * unit_step, key_steps * step, step, unit_step};
   }
 
+  // A row of V for key `key` of a tile that has so many, or none, for which zeros stand.
+  MH_INLINE const storage* row_of_v(const rows_at<D>& rows, int64_t key, int64_t count) const {
+    return key < count ? unless_left_out(rows.from(key).base, key) : nullptr;
+  }
+
+  // `lanes` neighbours from dim d on of two rows, of which either may be none.
+  MH_INLINE void neighbours_of(const storage* even, const storage* odd, int64_t d, raw& x) const {
+    if (d + w <= c.v_dim)  // 16 rows of bf16 and up to 577 keys 1.04 to 1.09 times as fast as by way of the buffer
+      return load_pairs<D>(even != nullptr ? even + d : no_key, odd != nullptr ? odd + d : no_key, x);
+    alignas(64) storage buffer[2][w];
+    gather(even, 1, d, c.v_dim, buffer[0]);
+    gather(odd, 1, d, c.v_dim, buffer[1]);
+    load_pairs<D>(buffer[0], buffer[1], x);
+  }
+
   // The same keys of V: A of the values. With each line one of `ahead` is asked for, if any.
   __attribute__((noinline)) void pack_values(int64_t begin, int64_t end, lines_ahead* ahead) const {
     const rows_at<D> rows = tile_rows(c.v, c.v_strides, begin, end, c.v_dim);
-    for (int64_t first = 0; first < round_up<unit_step>(end - begin); first += piece) {
-      const int64_t step = first / unit_step;
-      for (int64_t d = 0; d < round_up<(unit_takes_columns ? w : unit_rows)>(c.v_dim); d += w) {
+    if constexpr (unit_takes_columns) {
+      pack_by_keys(rows, end - begin);
+    } else {
+      pack_by_dims(rows, end - begin, ahead);
+    }
+  }
+
+  // Pair after pair of keys, along which all that is read and written lies side by side.
+  MH_INLINE void pack_by_keys(const rows_at<D>& rows, int64_t count) const {
+    const int64_t to_part = key_steps * v_rows * unit_step;
+    uint16_t* to = v;
+    for (int64_t key = 0; key < round_up<unit_step>(count); key += 2, to += 2 * v_rows) {
+      const storage *even = row_of_v(rows, key, count), *odd = row_of_v(rows, key + 1, count);
+      if (key < count) ask(rows.from(key + unit_step).base, c.v_strides, 2, c.v_dim);
+      for (int64_t d = 0; d < c.v_dim; d += w) {
+        raw x;
+        word_vec part[parts];
+        neighbours_of(even, odd, d, x);
+        split_pairs<D, typename values::format>(x, part);
+#pragma GCC unroll 3
+        for (int n = 0; n < parts; ++n) part[n].store_aligned(reinterpret_cast<uint32_t*>(to + n * to_part + 2 * d));
+      }
+    }
+  }
+
+  // Transposed, so many keys and dims at a time.
+  MH_INLINE void pack_by_dims(const rows_at<D>& rows, int64_t count, lines_ahead* ahead) const {
+    for (int64_t first = 0; first < round_up<unit_step>(count); first += piece) {
+      for (int64_t d = 0; d < v_rows; d += w) {
         raw lines[w];
-        const storage* row = rows.from(first, d).base;
-        const bool whole = d + w <= c.v_dim;
-        const bool all = whole && begin + first + piece <= end && !leaves_out;
-        if (all) {
+        if (d + w <= c.v_dim && first + piece <= count && !leaves_out) {
+          const storage* row = rows.from(first, d).base;
 #pragma GCC unroll 16
           for (int64_t l = 0; l < w; ++l, row += 2 * rows.stride) load_pairs<D>(row, row + rows.stride, lines[l]);
           if (d * static_cast<int64_t>(sizeof(storage)) % 64 == 0) ask(row, c.v_strides, piece, w);  // a line once
           if (ahead != nullptr) ahead->ask(piece * w * static_cast<int64_t>(sizeof(storage)) / 64);
-        }
-        for (int64_t l = all ? w : 0; l < w; ++l) {
-          const int64_t key = begin + first + 2 * l;
-          const auto row_of_key = [&](int64_t at_key) MH_INLINE_LAMBDA {
-            return at_key < end ? unless_left_out(rows.from(at_key - begin).base, at_key - begin) : nullptr;
-          };
-          const storage *even = row_of_key(key), *odd = row_of_key(key + 1);
-          if (whole) {  // the last keys: 16 rows of bf16 and up to 577 keys 1.04 to 1.09 times as fast as by way of the buffer
-            load_pairs<D>(even != nullptr ? even + d : no_key, odd != nullptr ? odd + d : no_key, lines[l]);
-            continue;
-          }
-          alignas(64) storage buffer[2][w];
-          gather(even, 1, d, c.v_dim, buffer[0]);
-          gather(odd, 1, d, c.v_dim, buffer[1]);
-          load_pairs<D>(buffer[0], buffer[1], lines[l]);
-        }
-        uint16_t* const block = v + step * v_rows * unit_step;
-        const int64_t to_part = key_steps * v_rows * unit_step;
-        if constexpr (unit_takes_columns) {
-#pragma GCC unroll 16
-          for (int64_t l = 0; l < w; ++l) {
-            word_vec part[parts];
-            split_pairs<D, typename values::format>(lines[l], part);
-#pragma GCC unroll 3
-            for (int n = 0; n < parts; ++n) {
-              uint16_t* const pair = block + n * to_part + (first % unit_step + 2 * l) * v_rows + 2 * d;
-              part[n].store_aligned(reinterpret_cast<uint32_t*>(pair));
-            }
-          }
         } else {
-          turn(lines, [&](int64_t i, const word_vec(&part)[parts]) MH_INLINE_LAMBDA {
-#pragma GCC unroll 3
-            for (int n = 0; n < parts; ++n) put_row(block + n * to_part, unit_step, d + i, first % unit_step, part[n]);
-          });
+          for (int64_t l = 0; l < w; ++l) {
+            const int64_t key = first + 2 * l;
+            neighbours_of(row_of_v(rows, key, count), row_of_v(rows, key + 1, count), d, lines[l]);
+          }
         }
+        uint16_t* const block = v + first / unit_step * v_rows * unit_step;
+        const int64_t to_part = key_steps * v_rows * unit_step;
+        turn(lines, [&](int64_t i, const word_vec(&part)[parts]) MH_INLINE_LAMBDA {
+#pragma GCC unroll 3
+          for (int n = 0; n < parts; ++n) put_row(block + n * to_part, unit_step, d + i, first % unit_step, part[n]);
+        });
       }
     }
   }
