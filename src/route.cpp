@@ -85,6 +85,7 @@ bool goes_to_unit(const problem& p, const dtype_kernels& kernels, double pairs_o
 
 // Heads that the unit's products of steps take.
 bool has_whole_steps(const problem& p) { return p.head_dim % 32 == 0 && p.v_dim % 32 == 0; }
+bool has_large_heads(const problem& p) { return p.head_dim + p.v_dim > 2 * 64; }
 bool has_heads_for(how_unit_steps how, const problem& p) {
   if (how == steps_of_tiles) return has_whole_steps(p);
   return how == steps_of_pairs && p.head_dim >= 32 && p.v_dim >= 32;
@@ -98,10 +99,12 @@ bool has_heads_for(how_unit_steps how, const problem& p) {
 // multiple of 32, of which some is multiplied with zeros (40 to 112): 1 to 8 rows and 24 keys and more 1.0 to 1.6, 16 keys 0.94
 // to 1.17, 8 and 12 keys 0.84 to 1.1; beside the matrix route 12 and 20 rows 1.0 (40) to 1.3, 24 rows 0.84 to 1.1. On
 // Zen 5 one row 0.9 to 1.25, two 0.87 to 1.05, three and four 1.05 to 1.35, six to 12 1.3 to 1.5, 16 to 28 1.6 to 1.95; beside
-// the matrix route, 24 to 1024 keys, 24 rows 1.05 to 1.19, 26 rows 0.9 to 1.05, 28 rows 0.83 to 0.96.
+// the matrix route and 64 to 1024 keys, heads of 32 and 64 24 rows 1.07 to 1.2, 26 rows 0.92 to 1.07, 28 rows 0.89 to 1.01, of 128
+// 28 rows 1.02 to 1.04 (28 keys 0.91).
 bool steps_by_pairs(const problem& p, const dtype_kernels& kernels, cpu_core core) {
   constexpr int64_t few_keys = 16;
-  const bool whole = has_whole_steps(p), panel_is_sooner = core == cpu_core::zen5 && p.kv_len >= kernels.matrix_keys;
+  const bool whole = has_whole_steps(p);
+  const bool panel_is_sooner = core == cpu_core::zen5 && !has_large_heads(p) && p.kv_len >= kernels.matrix_keys;
   const int64_t most_rows = !whole ? 20 : panel_is_sooner ? 25 : 28, most_rows_of_few_keys = whole ? 8 : 0;
   return p.rows() <= (p.kv_len < few_keys ? most_rows_of_few_keys : most_rows);
 }
@@ -158,10 +161,10 @@ bool needs_copy(const problem& p, route kernel, int64_t lanes) {
 // Whether the last rows of a head go by pairs (steps_by_pairs). Zen 4, bf16, 33 to 155 tokens, heads of 64 and 128: 1 row 0.98 to
 // 1.01 times as fast as by multiply-adds, 5 to 13 1.02 to 1.23, and beside the unit's panels 17 rows 1.07 to 1.17, 23 1.02 to 1.05,
 // 27 0.94 to 0.99. Heads of 40 to 112: 5 to 17 rows 1.01 to 1.13, 20 rows 0.93 to 1.06, 23 0.87 to 0.99.
-// On Zen 5 a panel of 16 rows or less (matrix.hpp: columns_of) or more is sooner even, behind 32 rows: of heads up to 64 the last
-// 8 rows are by pairs 1.02 to 1.2 times as fast, 10 rows 0.9 to 1.07, 12 rows 0.85 to 1.03, 16 rows 0.83 to 0.97, 20 rows 0.86 to
-// 1.05, 24 rows 0.83 to 0.98; of heads of 128 12 rows 1.02 to 1.1, 14 rows 0.98 to 1.05, 16 rows 0.96 to 0.99, 20 rows 1.06 to 1.08,
-// 24 rows 0.98 to 1.02.
+// On Zen 5 a panel of 16 rows or less (matrix.hpp: columns_of) or more is sooner even, behind 32 rows: of heads of 32 and 64 the
+// last 8 rows are by pairs 1.0 to 1.17 times as fast, 10 rows 0.89 to 1.08, 12 rows 0.86 to 1.04, 16 rows 0.83 to 0.98, 20 rows 0.87 to
+// 1.08, 24 rows 0.84 to 1.02, the less the fewer keys; of heads of 128 12 rows 0.98 to 1.06, 14 rows 0.93 to 0.99, 20 rows 1.04 to 1.11,
+// 24 rows 1.0 to 1.06.
 bool last_by_pairs(const plan& plan) {
   return plan.kernel == route_matrix && has_heads_for(steps_of_pairs, plan.p) &&
          plan.table->dtype[plan.p.dtype].unit_steps == steps_of_pairs;
@@ -182,7 +185,7 @@ int64_t last_rows_of(const plan& plan, int64_t lanes, cpu_core core) {
   if (plan.kernel == route_decode || shorter_than(p, lanes) || rows < grain || lanes <= 4) return 0;
   const int64_t last = rows % grain;
   if (last_by_pairs(plan)) {
-    const bool whole = has_whole_steps(p), large = whole && p.head_dim + p.v_dim > 2 * 64;
+    const bool whole = has_whole_steps(p), large = whole && has_large_heads(p);
     const bool by_pairs = core != cpu_core::zen5 ? last <= (whole ? 24 : 17)
                           : large                ? last <= 13 || (last > unit_rows / 2 && last < 24)
                                                  : last <= 11;

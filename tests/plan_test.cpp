@@ -343,6 +343,7 @@ TEST_CASE("few rows go by pairs, on Zen 5 fewer of them") {
   };
   CHECK((route("25", cpu_core::zen5) == route_decode && route("26", cpu_core::zen5) == route_matrix));
   CHECK((route("28", cpu_core::zen4) == route_decode && route("29", cpu_core::zen4) == route_matrix));
+  CHECK((route("28", cpu_core::zen5, "128") == route_decode && route("29", cpu_core::zen5, "128") == route_matrix));
   for (const cpu_core core : {cpu_core::zen4, cpu_core::zen5})
     CHECK((route("20", core, "80") == route_decode && route("21", core, "80") == route_matrix));
   // Behind a panel of 32.

@@ -120,8 +120,10 @@ struct step_scores : step_rows<D> {
     alignas(64) T sums[dots];
 #pragma GCC unroll 16
     for (int i = 0; i < dots; i += static_cast<int>(w)) sums_of<T>(all + i).store_aligned(sums + i);
+    const int64_t to_row = width;  // read once: memcpy may write to it, as far as compilers know
+    T* to = s + r * to_row;
 #pragma GCC unroll 8
-    for (int n = 0; n < R; ++n) memcpy(s + (r + n) * width, sums + n * of_row, K * sizeof(T));
+    for (int n = 0; n < R; ++n, to += to_row) memcpy(to, sums + n * of_row, K * sizeof(T));
   }
 
   // By so much the last pair of vectors of K begins earlier in memory.

@@ -61,12 +61,16 @@ struct step_values : step_scores<D> {
     if constexpr (paired<E>) {
       constexpr int64_t whole = 2 * N * w;
       const int64_t last = c.copy_kv ? whole : place_of_pair(d + whole, v_dim, v_back) - d;
-      for (int64_t k = 0; k < keys; k += 2) {
-        const soon asked = next.from(k);
+      // Few registers for addresses, and additions alone: else g++ 12 keeps them on the stack and in vectors.
+      const uint16_t* row = v.base + d;
+      const T* at = p;
+      soon asked = next;
+      for (int64_t k = 0; k < keys; k += 2, row += 2 * v.stride, ++at, asked = asked.from(2)) {
+        const T* const at_fourth = at + 4 * width;
         word_vec weight[R];
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) weight[r] = word_vec(word_of(p + r * width + k / 2));
-        const uint16_t *const row = v.from(k).base + d, *const other = v.from(min_of(k + 1, keys - 1)).base + d;
+        for (int r = 0; r < R; ++r) weight[r] = word_vec(word_of((r < 4 ? at : at_fourth) + r % 4 * width));
+        const uint16_t* const other = row + (k + 1 < keys ? v.stride : 0);
 #pragma GCC unroll 8
         for (int n = 0; n < N + S; ++n) {
           const int64_t at_dim = n < N ? n * 2 * w : last;

@@ -271,19 +271,28 @@ struct matrix_operands {
 
   // Pair after pair of keys, along which all that is read and written lies side by side.
   MH_INLINE void pack_by_keys(const rows_at<D>& rows, int64_t count) const {
-    const int64_t to_part = key_steps * v_rows * unit_step;
+    const int64_t to_part = key_steps * v_rows * unit_step, dims = c.v_dim;
     uint16_t* to = v;
     for (int64_t key = 0; key < round_up<unit_step>(count); key += 2, to += 2 * v_rows) {
       const storage *even = row_of_v(rows, key, count), *odd = row_of_v(rows, key + 1, count);
-      if (key < count) ask(rows.from(key + unit_step).base, c.v_strides, 2, c.v_dim);
-      for (int64_t d = 0; d < c.v_dim; d += w) {
-        raw x;
+      if (key < count) ask(rows.from(key + unit_step).base, c.v_strides, 2, dims);
+      const auto put = [&](int64_t d, const raw& x) MH_INLINE_LAMBDA {
         word_vec part[parts];
-        neighbours_of(even, odd, d, x);
         split_pairs<D, typename values::format>(x, part);
 #pragma GCC unroll 3
         for (int n = 0; n < parts; ++n) part[n].store_aligned(reinterpret_cast<uint32_t*>(to + n * to_part + 2 * d));
+      };
+      const storage *from = even != nullptr ? even : no_key, *from_odd = odd != nullptr ? odd : no_key;
+      const int64_t step = even != nullptr ? w : 0, step_odd = odd != nullptr ? w : 0;
+      raw x;
+      int64_t d = 0;
+      for (; d + w <= dims; d += w, from += step, from_odd += step_odd) {
+        load_pairs<D>(from, from_odd, x);
+        put(d, x);
       }
+      if (d == dims) continue;
+      neighbours_of(even, odd, d, x);
+      put(d, x);
     }
   }
 

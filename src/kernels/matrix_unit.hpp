@@ -395,11 +395,17 @@ class matrix_unit {
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) sum[m][0] = sum[m][1] = _mm512_setzero_ps();
     const char* a_high = a + half * row;
+    int64_t row3 = 3 * row, row5 = 5 * row, row7 = 7 * row;
+#if defined(__clang__)  // else it adds the distance row by row, each add waiting for the last
+    asm("" : "+r"(row3), "+r"(row5), "+r"(row7));
+#endif
+    const int64_t of_row[8] = {0, row, 2 * row, row3, 4 * row, row5, 2 * row3, row7};
+    static_assert(half <= 8);
     const auto of_b = [&](int vector)
                           MH_INLINE_LAMBDA { return reinterpret_cast<__m512bh>(_mm512_load_si512(b + vector * 64)); };
     const auto times = [&](int m, int64_t from, __m512bh left, __m512bh right) MH_INLINE_LAMBDA {
       int32_t x;
-      memcpy(&x, (m < half ? a : a_high) + m % half * row + from, sizeof(x));
+      memcpy(&x, (m < half ? a : a_high) + of_row[m % half] + from, sizeof(x));
       const auto both = reinterpret_cast<__m512bh>(_mm512_set1_epi32(x));
       sum[m][0] = _mm512_dpbf16_ps(sum[m][0], both, left);
       if constexpr (Vectors == 2) sum[m][1] = _mm512_dpbf16_ps(sum[m][1], both, right);
