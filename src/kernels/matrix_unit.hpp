@@ -15,10 +15,11 @@
 //
 // VDPBF16PS adds the product of two pairs to each float of a vector. Register budget for 12 rows: 24 of results + 2 of B
 // + 1 broadcast pair of A = 27 of 32; 24 VDPBF16PS against 14 loads and a line asked for, so that multiplying is the bound where two of
-// each begin in a cycle (Zen 5: twice the multiply-adds of FMA). Of half the columns 16 rows at a time: 16 VDPBF16PS against 17
-// loads, 0.56 to 0.6 of the time of whole ones with all that is done besides (Zen 5, heads of 32 to 128; 12 rows at a time 0.59 to 0.63). At the end B takes 4, and scores that are closed 2 of maxima + 2 of
+// each begin in a cycle (Zen 5: twice the multiply-adds of FMA). At the end B takes 4, and scores that are closed 2 of maxima + 2 of
 // words + -inf: the maxima wait on the stack then. A is read pair by pair, so that it may lie anywhere, V need not be transposed, and no
-// row and no pair is multiplied that is not there.
+// row and no pair is multiplied that is not there. Of half the columns, for panels of 16 rows and less, 16 rows of A at a time: 16
+// VDPBF16PS against 17 loads. With all that is done besides such a panel takes 0.56 to 0.6 of the time of a whole one (Zen 5, heads of
+// 32 to 128; 12 rows at a time 0.59 to 0.63).
 //
 // BFMMLA adds a 2 x 4 times a 4 x 2 product to 2 x 2 results. Both operands lie as it takes them, [lines / 8][8][8][4]:
 // of 8 rows or columns, four values of each after the other. Register budget for 8 x 8 results: 16 of results + 4 of A
@@ -384,8 +385,7 @@ class matrix_unit {
   // The first M of them. The `Last` pairs go row by row, each row stored before the next one is multiplied: with 24 stores
   // after all of them Zen 4 multiplied nothing for the 48 cycles that they take, of 400 or 800.
   // Not in line: the caller holds vectors too. Few arguments: what g++ 12 has no registers for it moves to others of vectors
-  // and back, in the queue of the multiply-adds.
-  // Vectors: of columns.
+  // and back, in the queue of the multiply-adds. Vectors: of columns.
   template <int M, result Kind, int Last, asks Asks, int Vectors = 2>
   static __attribute__((noinline)) void rows(const stretch& of) {
     const char *a = of.a, *b = of.b;
