@@ -77,8 +77,12 @@ WITHOUT_LOOPS = ("sse2", "amx", "amx_fp16")  # that has no FMAs, and these multi
 # (plus_pair, src/kernels/unit_number.hpp); and of steps by pairs (score_pairs, src/kernels/decode_scores.hpp,
 # 8 keys and 4 of 1 to 8 rows; add_values, src/kernels/decode_values.hpp, 1 to 4 rows of 1 to 4 pairs of vectors).
 UNIT_INSTRUCTIONS = ("bfmmla", "vdpbf16ps")
-UNIT_LOOPS = {"neon_bf16": {16}, "avx512_bf16": {*range(1, 17), *range(2, 25, 2)}}
-PAIR_LOOPS = {"avx512_bf16": {2, 4, 6, 8, 12, 16, 32, 64}}
+UNIT_LOOPS = {
+    "products": {"neon_bf16": {16}, "avx512_bf16": {1, *range(2, 25, 2)}},
+    "products of half the columns": {"avx512_bf16": {*range(1, 17)}},
+    "products by pairs": {"avx512_bf16": {2, 4, 6, 8, 12, 16, 32, 64}},
+}
+HALF = re.compile(r"\brows<\d+, .*, 1>\(")
 SUMS = "vaddvq"  # of a vector's lanes: once a row
 ADD_SIGNED = "3"  # the mode of the rare second try of a panel: its masks do not all fit into registers, and need not
 JUMP = re.compile(r"j\w+|b(\.\w+)?|cbn?z|tbn?z")
@@ -140,22 +144,29 @@ def frame_of(body: list[Instruction]) -> str:
     return "%rsp|sp"
 
 
+def kind_of(name: str) -> str:
+    """Which of UNIT_LOOPS a function's are."""
+    if "in_pairs" in name:
+        return "products by pairs"
+    return "products of half the columns" if HALF.search(name) else "products"
+
+
 def check_unit_loops(isa: str, functions: dict[str, list[Instruction]]) -> list[str]:
     wrong: list[str] = []
-    seen: dict[bool, set[int]] = {False: set(), True: set()}
+    seen: dict[str, set[int]] = {what: set() for what in UNIT_LOOPS}
     for name, body in functions.items():
         for loop in innermost_loops(body):
             count = sum(i.name in UNIT_INSTRUCTIONS for i in loop)
             turns = any(i.name == "call" and i.operands.startswith("*") for i in loop)  # a product each, and weights
             if count == 0 or turns:
                 continue
-            seen["in_pairs" in name].add(count)
+            seen[kind_of(name)].add(count)
             frame = frame_of(body)
             wrong += [f"{isa}: a vector on the stack in {name}: {i.operands}" for i in loop if i.spills(frame)]
-    for pairs, designed in ((False, UNIT_LOOPS.get(isa, set())), (True, PAIR_LOOPS.get(isa, set()))):
-        if seen[pairs] != designed:
-            what = "products by pairs" if pairs else "products"
-            wrong.append(f"{isa}: innermost loops of {sorted(seen[pairs])} {what}, must be {sorted(designed)}")
+    for what, by_isa in UNIT_LOOPS.items():
+        designed = by_isa.get(isa, set())
+        if seen[what] != designed:
+            wrong.append(f"{isa}: innermost loops of {sorted(seen[what])} {what}, must be {sorted(designed)}")
     return wrong
 
 
@@ -176,7 +187,7 @@ def check_loops(objdump: str, archive: str) -> list[str]:
     functions = functions_of(objdump, archive)
     wrong, seen = check_unit_loops(isa, functions) + check_calls(isa, functions), set()
     values: set[str] = set()
-    if isa in UNIT_LOOPS:  # its matrix unit alone
+    if isa in UNIT_LOOPS["products"]:  # its matrix unit alone
         return wrong
     if isa not in TILE_ROWS:
         return [*wrong, f"{isa}: no widths are designed; it wants a row in TILE_ROWS in {Path(__file__).name}"]

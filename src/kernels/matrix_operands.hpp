@@ -259,7 +259,7 @@ struct matrix_operands {
     load_pairs<D>(buffer[0], buffer[1], x);
   }
 
-  // The same keys of V: A of the values. With each line one of `ahead` is asked for, if any.
+  // The same keys of V: A of the values.
   __attribute__((noinline)) void pack_values(int64_t begin, int64_t end, lines_ahead* ahead) const {
     const rows_at<D> rows = tile_rows(c.v, c.v_strides, begin, end, c.v_dim);
     if constexpr (unit_takes_columns) {
@@ -296,7 +296,7 @@ struct matrix_operands {
     }
   }
 
-  // Transposed, so many keys and dims at a time.
+  // Transposed, so many keys and dims at a time. With each line one of `ahead` is asked for, if any.
   MH_INLINE void pack_by_dims(const rows_at<D>& rows, int64_t count, lines_ahead* ahead) const {
     for (int64_t first = 0; first < round_up<unit_step>(count); first += piece) {
       for (int64_t d = 0; d < v_rows; d += w) {
